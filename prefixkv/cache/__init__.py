@@ -1,0 +1,1 @@
+"""Bookkeeping of blocks: ids, keys, reference counts. Never touches a tensor."""

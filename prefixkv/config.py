@@ -1,0 +1,259 @@
+"""Options of an engine and of a request: frozen values, checked when they are built."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefixkv.errors import ConfigError, InvalidRequest
+
+__all__ = ["KV_FORMATS", "CacheConfig", "EngineConfig", "SamplingParams", "SchedulerConfig", "parse_memory"]
+
+KV_FORMATS = ("model",)
+"""Formats a pool can be built in. ``model`` keeps K and V as the model computes them."""
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+
+
+def parse_memory(value: int | float | str) -> int | float:
+    """Read an amount of memory.
+
+    Args:
+        value: Bytes (``2**30``), text (``"1GiB"``, ``"500MB"``, ``"25%"``), or a share of what is free (``0.25``).
+
+    Returns:
+        An int of bytes, or a float in (0, 1], a share.
+
+    Raises:
+        ConfigError: If it is none of these.
+    """
+    accepted = 'give bytes (1073741824), text ("1GiB", "25%") or a share of free memory between 0 and 1 (0.25)'
+    if isinstance(value, str):
+        text = value.strip()
+        if text.endswith("%"):
+            try:
+                value = float(text[:-1]) / 100
+            except ValueError:
+                raise ConfigError(f"memory={value!r}: {accepted}") from None
+        elif match := _SIZE.fullmatch(text):
+            value = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+        else:
+            raise ConfigError(f"memory={value!r}: {accepted}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"memory={value!r}: {accepted}")
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ConfigError(f"memory={value!r}: {accepted}")
+    if value <= 0:
+        raise ConfigError(f"memory={value!r}: {accepted}")
+    return value
+
+
+def _check_int(owner: str, name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        top = f" to {high}" if high is not None else " or more"
+        raise ConfigError(f"{owner}.{name}={value!r}: must be a whole number, {low}{top}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The pool of KV blocks.
+
+    Attributes:
+        kv_format: How K and V are stored; one of :data:`KV_FORMATS`.
+        memory: Size of the pool, see :func:`parse_memory`. Allocated once at load, never grown.
+        block_size: Tokens per block.
+        eviction: Which idle block goes first; ``"lru"``.
+    """
+
+    kv_format: str = "model"
+    memory: int | float | str = "1GiB"
+    block_size: int = 32
+    eviction: str = "lru"
+
+    def __post_init__(self) -> None:
+        if self.kv_format not in KV_FORMATS:
+            raise ConfigError(f"CacheConfig.kv_format={self.kv_format!r}: available are {', '.join(KV_FORMATS)}")
+        if self.eviction != "lru":
+            raise ConfigError(f"CacheConfig.eviction={self.eviction!r}: available is lru")
+        _check_int("CacheConfig", "block_size", self.block_size, 1, 4096)
+        parse_memory(self.memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What one step may do. Decodes and prefill have separate budgets, so neither starves the other.
+
+    Attributes:
+        max_num_seqs: Sequences that run at the same time.
+        max_prefill_tokens: Prompt tokens computed in one step, over all sequences; a longer prompt is cut in chunks.
+        max_new_seqs_per_step: Sequences admitted in one step.
+        max_queued_requests: Sequences that may wait; one more is refused with ``QueueFull``.
+    """
+
+    max_num_seqs: int = 64
+    max_prefill_tokens: int = 512
+    max_new_seqs_per_step: int = 2
+    max_queued_requests: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_prefill_tokens", "max_new_seqs_per_step", "max_queued_requests"):
+            _check_int("SchedulerConfig", name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that an engine is built from besides the model and the policies.
+
+    Attributes:
+        cache: The pool.
+        scheduler: The step.
+        dtype: ``"auto"`` (as stored), ``"float32"``, ``"bfloat16"`` or ``"float16"``; for models loaded by name.
+        device: ``"auto"`` (the GPU if torch sees one), ``"cpu"``, ``"cuda"``, ``"cuda:1"``; for models loaded by name.
+        max_context: Most tokens of prompt and reply together; None takes the model's own limit.
+        secret: Key of the scope keys, 16 bytes or more; None draws one at random for this engine.
+        debug: Run ``check()`` whenever the engine falls idle. Slow, for tests.
+    """
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    dtype: str = "auto"
+    device: str = "auto"
+    max_context: int | None = None
+    secret: bytes | None = field(default=None, repr=False)
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cache, CacheConfig):
+            raise ConfigError(f"EngineConfig.cache={self.cache!r}: must be a CacheConfig")
+        if not isinstance(self.scheduler, SchedulerConfig):
+            raise ConfigError(f"EngineConfig.scheduler={self.scheduler!r}: must be a SchedulerConfig")
+        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise ConfigError(f"EngineConfig.dtype={self.dtype!r}: must be auto, float32, bfloat16 or float16")
+        if self.max_context is not None:
+            _check_int("EngineConfig", "max_context", self.max_context, 2)
+        if self.secret is not None and (not isinstance(self.secret, bytes) or len(self.secret) < 16):
+            raise ConfigError("EngineConfig.secret: must be 16 bytes or more, or None")
+
+
+def _bad(name: str, hint: str) -> InvalidRequest:
+    return InvalidRequest("bad_sampling", f"sampling.{name}", hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the reply of one request is drawn.
+
+    Attributes:
+        max_tokens: Most tokens generated, at least 1; None means until the context is full.
+        temperature: 0 is greedy.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the smallest set of tokens with at least this probability, in (0, 1].
+        min_p: Keep tokens at least this likely relative to the best one, in [0, 1].
+        repetition_penalty: Above 1 makes tokens of the prompt and the reply less likely (CTRL's rule).
+        presence_penalty: Subtracted once from logits of tokens already in the reply, in [-2, 2].
+        frequency_penalty: Subtracted per occurrence in the reply, in [-2, 2].
+        logit_bias: Token id to a number added to its logit.
+        stop: Strings that end the reply; the text is cut before the first of them.
+        stop_token_ids: Ids that end the reply, besides the model's own end tokens.
+        include_stop: Keep the stop string in the text.
+        ignore_eos: Go on after the model's end tokens (stop strings and ids still count).
+        seed: Makes this request's draws repeatable whatever else is in the batch; None draws a seed.
+        logprobs: Report the log-probability of each token and of this many best ones, 0 to 20; None reports none.
+        n: Replies to draw; they share the prompt's blocks.
+
+    Raises:
+        InvalidRequest: If a value is out of range.
+    """
+
+    max_tokens: int | None = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: Sequence[str] | str = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            self._check_int("max_tokens", 1)
+        self._check_int("top_k", 0)
+        self._check_int("n", 1, 128)
+        if self.seed is not None:
+            self._check_int("seed", -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            self._check_int("logprobs", 0, 20)
+        self._check_float("temperature", 0.0, 100.0)
+        self._check_float("top_p", 0.0, 1.0)
+        if self.top_p == 0:
+            raise _bad("top_p", "must be above 0; use temperature=0 for greedy replies")
+        self._check_float("min_p", 0.0, 1.0)
+        self._check_float("repetition_penalty", 0.0, 100.0)
+        if self.repetition_penalty == 0:
+            raise _bad("repetition_penalty", "must be above 0; 1 means none")
+        self._check_float("presence_penalty", -2.0, 2.0)
+        self._check_float("frequency_penalty", -2.0, 2.0)
+        object.__setattr__(self, "stop", self._strings())
+        object.__setattr__(self, "stop_token_ids", self._ids())
+        object.__setattr__(self, "logit_bias", self._bias())
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    def _check_int(self, name: str, low: int, high: int | None = None) -> None:
+        value: Any = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+            raise _bad(name, f"must be a whole number, {low}" + (f" to {high}" if high is not None else " or more"))
+
+    def _check_float(self, name: str, low: float, high: float) -> None:
+        value: Any = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise _bad(name, f"must be a finite number, {low:g} to {high:g}")
+        if not low <= value <= high:
+            raise _bad(name, f"must be {low:g} to {high:g}")
+
+    def _strings(self) -> tuple[str, ...]:
+        stop: Any = self.stop
+        items = (stop,) if isinstance(stop, str) else stop
+        if items is None:
+            return ()
+        if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
+            raise _bad("stop", "must be a string or a list of strings")
+        if not all(items):
+            raise _bad("stop", "must not hold an empty string: it would stop every reply at once")
+        return tuple(items)
+
+    def _ids(self) -> tuple[int, ...]:
+        ids: Any = self.stop_token_ids
+        if ids is None:
+            return ()
+        if not isinstance(ids, Sequence) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise _bad("stop_token_ids", "must be a list of token ids")
+        return tuple(ids)
+
+    def _bias(self) -> dict[int, float]:
+        bias: Any = self.logit_bias
+        if bias is None:
+            return {}
+        if not isinstance(bias, Mapping):
+            raise _bad("logit_bias", "must map token ids to numbers")
+        for key, value in bias.items():
+            if isinstance(key, bool) or not isinstance(key, int) or key < 0:
+                raise _bad("logit_bias", "must map token ids to numbers")
+            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value == math.inf:
+                raise _bad("logit_bias", "must map token ids to numbers (minus infinity forbids a token)")
+        return dict(bias)

@@ -1,0 +1,1 @@
+"""The loop, the thread around it and the public face."""

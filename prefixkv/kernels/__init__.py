@@ -1,0 +1,1 @@
+"""Plain functions on tensors; they import nothing of prefixkv."""
