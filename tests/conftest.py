@@ -1,0 +1,35 @@
+"""What every test gets: two threads, no network, a hypothesis profile, the folder of recorded data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Set before torch and transformers are imported; what the caller has set stays.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a fork after its threads start would warn
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network fails at once, not after a timeout
+
+# Time says nothing on a shared machine. CI draws the same examples each run, so a change is red for its own reasons.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of traces, conversations, chat templates and tokenizers; skips where it is absent."""
+    path = Path(os.environ.get("PREFIXKV_DATA") or ROOT.parent / "shared" / "data")
+    if not path.is_dir():
+        pytest.skip("recorded data is absent; set PREFIXKV_DATA to its folder")
+    return path
