@@ -1,0 +1,68 @@
+"""Which idle block goes first: inside a tenant, the least recently used leaf."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from prefixkv.cache.index import Node
+
+__all__ = ["LRUEviction"]
+
+
+class LRUEviction:
+    """Idle nodes of each tenant, oldest first. A pinned or referenced node is never in here.
+
+    A chain is added tail first, so the order alone evicts tails before heads; the leaf check guards the rest.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[str | None, OrderedDict[Node, None]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._idle.get(_tenant(node), ())
+
+    def __iter__(self) -> Iterator[Node]:
+        for nodes in self._idle.values():
+            yield from nodes
+
+    def tenants(self) -> Iterator[str | None]:
+        """Iterate over the tenants that have idle blocks."""
+        return iter(self._idle)
+
+    def num_idle(self, tenant: str | None) -> int:
+        """Return how many idle blocks a tenant has."""
+        return len(self._idle.get(tenant, ()))
+
+    def add(self, node: Node) -> None:
+        """Note that a node fell idle just now."""
+        self._idle.setdefault(_tenant(node), OrderedDict())[node] = None
+        self._count += 1
+
+    def remove(self, node: Node) -> None:
+        """Forget a node that is used again or gone."""
+        tenant = _tenant(node)
+        nodes = self._idle[tenant]
+        del nodes[node]
+        if not nodes:
+            del self._idle[tenant]
+        self._count -= 1
+
+    def demote(self, node: Node) -> None:
+        """Make an idle node the first to go."""
+        self._idle[_tenant(node)].move_to_end(node, last=False)
+
+    def victim(self, tenant: str | None) -> Node | None:
+        """Return the tenant's node to evict next, or None. Does not mutate."""
+        for node in self._idle.get(tenant, ()):
+            if node.is_leaf:
+                return node
+        return None
+
+
+def _tenant(node: Node) -> str | None:
+    return node.scope.tenant if node.scope else None

@@ -1,0 +1,381 @@
+"""The owner of block ids and of the index: match, open, reserve, commit, close, pin, purge.
+
+Only the engine thread calls it. It never touches a tensor: what must happen to rows is handed out by
+:meth:`KVCacheManager.take_ops`, in an order that must be kept, before the next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from prefixkv.cache.audit import check_manager
+from prefixkv.cache.eviction import LRUEviction
+from prefixkv.cache.index import BlockIndex, Node
+from prefixkv.cache.keys import ScopeKey, ScopeKeys
+from prefixkv.cache.pool import BlockPool
+from prefixkv.cache.scopes import ScopeMap
+from prefixkv.cache.table import BlockOp, CopyRows, PrefixMatch, SequenceBlocks, ZeroBlocks
+from prefixkv.errors import IntegrityError
+from prefixkv.scope import Scope, ScopeLevel
+
+__all__ = ["KVCacheManager"]
+
+
+class KVCacheManager:
+    """Decides which block holds what.
+
+    Invariants (see :meth:`check`): free + idle + in use == total; reference counts == table entries + pins; index and
+    blocks are a bijection; every indexed block's parent is indexed; no block is reachable from outside its scope;
+    a free block holds zeros once :meth:`take_ops` has been carried out.
+
+    Args:
+        num_blocks: Blocks in the pool.
+        block_size: Tokens per block.
+        keys: Maker of scope keys.
+        weight: A tenant's share of the pool relative to others'.
+        ceiling: Most blocks a tenant may hold, or None.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        keys: ScopeKeys,
+        *,
+        weight: Callable[[str], float] = lambda tenant: 1.0,
+        ceiling: Callable[[str], int | None] = lambda tenant: None,
+    ) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.index = BlockIndex(block_size)
+        self.idle = LRUEviction()
+        self.keys = keys
+        self.num_evicted = 0
+        self.pins: dict[int, tuple[Node, ...]] = {}
+        self.sequences: dict[int, SequenceBlocks] = {}
+        self._weight = weight
+        self._ceiling = ceiling
+        self._ops: list[BlockOp] = []
+        self._next_pin = 1
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def match(self, token_ids: Sequence[int], scopes: ScopeMap, limit: int | None = None) -> PrefixMatch:
+        """Find the longest reusable prefix, token by token. Does not mutate.
+
+        Args:
+            token_ids: The whole prompt.
+            scopes: Its scopes.
+            limit: Most tokens to match; by default all but the last, which is always computed.
+        """
+        limit = len(token_ids) - 1 if limit is None else limit
+        size, reach = self.block_size, self._reach(scopes)
+        nodes: list[Node] = []
+        parent = self.index.root
+        while (end := (len(nodes) + 1) * size) <= limit:
+            level = scopes.scope_at(end - 1).level
+            node = self._find(reach, level, parent, tuple(token_ids[end - size : end]))
+            if node is None:
+                break
+            nodes.append(node)
+            parent = node
+        start = len(nodes) * size
+        rest = tuple(token_ids[start : min(limit, start + size)])
+        partial, rows = self.index.longest_overlap(reach, parent, rest)
+        diverged = partial is not None and rows < len(rest) and rows < len(partial.tokens)
+        return PrefixMatch(tuple(nodes), partial if rows else None, rows, start + rows, diverged)
+
+    def shareable_prefix(self, seq_id: int, scopes: ScopeMap) -> int:
+        """Return how many leading positions of an open sequence a reader with ``scopes`` will be able to reuse."""
+        theirs = self.sequences[seq_id].scopes
+        readable = set(scopes.reach)
+        for start, scope in zip(theirs.starts, theirs.scopes, strict=True):
+            if scope not in readable:
+                return start
+        return 2**62
+
+    def block_table(self, seq_id: int) -> list[int]:
+        """Return a sequence's block ids in order of position.
+
+        Raises:
+            IntegrityError: If a block of another scope got into the table.
+        """
+        blocks = self.sequences[seq_id]
+        for node in blocks.nodes:
+            if node.scope_key not in blocks.reach:
+                raise IntegrityError(f"sequence {seq_id} holds block {node.block_id} of a scope it may not read")
+        return blocks.block_table
+
+    def num_available(self, tenant: str | None, keep: Iterable[Node] = ()) -> int:
+        """Return how many blocks ``tenant`` could allocate now, evicting idle ones except those in ``keep``."""
+        kept = [node for node in keep if node in self.idle]
+        available = self.pool.num_free + len(self.idle) - len(kept)
+        ceiling = self._ceiling(tenant) if tenant is not None else None
+        if ceiling is not None:
+            own_kept = sum(1 for node in kept if self.pool.owner(node.block_id) == tenant)
+            own = ceiling - self.pool.owned_blocks.get(tenant, 0) + self.idle.num_idle(tenant) - own_kept
+            available = min(available, own)
+        return max(0, available)
+
+    # -- a sequence's life -----------------------------------------------------------------------------------------
+
+    def open(self, seq_id: int, match: PrefixMatch, scopes: ScopeMap, num_tokens: int) -> int | None:
+        """Give a sequence its matched prefix and room for ``num_tokens`` tokens. All or nothing.
+
+        Returns:
+            Tokens whose rows it now has, at most ``match.num_tokens``; or None when there is no room, and then
+            nothing has changed.
+        """
+        needed = self.blocks_for(num_tokens) - len(match.nodes)
+        partial = match.partial
+        keep = [*match.nodes, partial] if partial else match.nodes
+        if self.num_available(scopes.tenant, keep) < needed:
+            # In the smallest pools the block to copy from may have to make room.
+            partial = None
+            if self.num_available(scopes.tenant, match.nodes) < needed:
+                return None
+        blocks = SequenceBlocks(scopes, self._reach(scopes))
+        self.sequences[seq_id] = blocks
+        for node in match.nodes:
+            self._acquire(node)
+            blocks.nodes.append(node)
+            blocks.block_table.append(node.block_id)
+        if partial:
+            self._acquire(partial)
+        reserved = self.reserve(seq_id, num_tokens)
+        cached = len(match.nodes) * self.block_size
+        if partial:
+            if reserved:
+                target = blocks.block_table[len(match.nodes)]
+                self._ops.append(CopyRows(partial.block_id, target, match.partial_rows))
+                cached += match.partial_rows
+            self._drop(partial.block_id)
+        if not reserved:
+            self.close(seq_id, (), 0, keep=False)
+            return None
+        return cached
+
+    def reserve(self, seq_id: int, num_tokens: int) -> bool:
+        """Extend a block table until it can hold ``num_tokens`` tokens. All or nothing; evicts idle blocks."""
+        blocks = self.sequences[seq_id]
+        tenant = blocks.scopes.tenant
+        needed = self.blocks_for(num_tokens) - len(blocks.block_table)
+        if needed <= 0:
+            return True
+        if self.num_available(tenant) < needed:
+            return False
+        new: list[int] = []
+        for _ in range(needed):
+            block_id = self._allocate(tenant)
+            if block_id is None:
+                for taken in new:
+                    self._drop(taken)
+                return False
+            new.append(block_id)
+        blocks.block_table.extend(new)
+        return True
+
+    def commit(self, seq_id: int, token_ids: Sequence[int], num_computed: int, *, tail: bool = False) -> None:
+        """Make rows reusable under their scope, as far as they are written.
+
+        Args:
+            seq_id: The sequence.
+            token_ids: Its tokens, at least ``num_computed``.
+            num_computed: Positions whose rows are written.
+            tail: Also index the last, not yet full block (at the end of a prompt and of a reply).
+        """
+        blocks = self.sequences[seq_id]
+        size = self.block_size
+        while not blocks.sealed and (len(blocks.nodes) + 1) * size <= num_computed:
+            start = len(blocks.nodes) * size
+            self._commit_block(blocks, tuple(token_ids[start : start + size]))
+        rows = num_computed - len(blocks.nodes) * size
+        if tail and not blocks.sealed and rows > 0:
+            self._commit_tail(blocks, tuple(token_ids[num_computed - rows : num_computed]))
+
+    def close(self, seq_id: int, token_ids: Sequence[int], num_computed: int, *, keep: bool = True) -> None:
+        """End a sequence: commit what it computed (unless ``keep`` is false) and return all its references.
+
+        Blocks that are indexed fall idle, tail first; the others are freed.
+        """
+        if keep:
+            self.commit(seq_id, token_ids, num_computed, tail=True)
+        blocks = self.sequences.pop(seq_id)
+        for block_id in reversed(blocks.block_table):
+            self._drop(block_id)
+
+    # -- pins, purge -----------------------------------------------------------------------------------------------
+
+    def pin(self, seq_id: int) -> int:
+        """Keep every committed block of an open sequence until :meth:`unpin`; return the pin's id."""
+        blocks = self.sequences[seq_id]
+        nodes = (*blocks.nodes, *([blocks.tail] if blocks.tail else []))
+        for node in nodes:
+            self._acquire(node)
+        pin, self._next_pin = self._next_pin, self._next_pin + 1
+        self.pins[pin] = nodes
+        return pin
+
+    def unpin(self, pin: int) -> None:
+        """Let pinned blocks fall idle."""
+        for node in reversed(self.pins.pop(pin)):
+            self._drop(node.block_id)
+
+    def num_pinned(self, excluding: Iterable[Node] = ()) -> int:
+        """Return how many blocks pins hold, not counting those in ``excluding``."""
+        pinned = {node.block_id for nodes in self.pins.values() for node in nodes}
+        return len(pinned.difference(node.block_id for node in excluding))
+
+    def purge(self, tenant: str | None, user: str | None, session: str | None) -> tuple[int, int]:
+        """Destroy every block of an identity and begin a new key generation. Its sequences must be closed before.
+
+        Without any filter the public scope goes as well.
+
+        Returns:
+            Blocks and tokens destroyed.
+        """
+        doomed = [node for node in self.index if node.scope and node.scope.is_within(tenant, user, session)]
+        doomed_set = set(doomed)
+        for pin in [pin for pin, nodes in self.pins.items() if not doomed_set.isdisjoint(nodes)]:
+            self.unpin(pin)
+        self.keys.bump(tenant, user, session)
+        # Descendants are never wider than their parents, so whole subtrees are doomed: deepest first.
+        for node in sorted(doomed, key=lambda node: -node.depth):
+            self._destroy(node)
+        return len(doomed), sum(len(node.tokens) for node in doomed)
+
+    def demote(self, scope: Scope) -> int:
+        """Make the idle blocks of one scope the first to be evicted; return how many there are."""
+        nodes = [node for node in self.idle if node.scope == scope]
+        for node in sorted(nodes, key=lambda node: node.depth):
+            self.idle.demote(node)
+        return len(nodes)
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def take_ops(self) -> list[BlockOp]:
+        """Hand out the row work noted since the last call; it must be done in order, before the next forward."""
+        ops, self._ops = self._ops, []
+        return ops
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def check(self) -> None:
+        """Raise ``IntegrityError`` unless every invariant holds. Does not mutate."""
+        check_manager(self)
+
+    def _reach(self, scopes: ScopeMap) -> dict[ScopeKey, ScopeLevel]:
+        return {self.keys.key(scope): scope.level for scope in scopes.reach}
+
+    def _find(
+        self, reach: dict[ScopeKey, ScopeLevel], level: ScopeLevel, parent: Node, tokens: tuple[int, ...]
+    ) -> Node | None:
+        """Look in the readable scopes that are not narrower than ``level``, so that chains never widen."""
+        for scope_key, own in reach.items():
+            if own <= level and (node := self.index.find(scope_key, parent, tokens)):
+                return node
+        return None
+
+    def _commit_block(self, blocks: SequenceBlocks, tokens: tuple[int, ...]) -> None:
+        place = len(blocks.nodes)
+        parent = blocks.nodes[-1] if place else self.index.root
+        end = (place + 1) * self.block_size
+        self._publish_wider_part(blocks, parent, tokens)
+        scope = blocks.scopes.scope_at(end - 1)
+        if scope.level is ScopeLevel.REQUEST:
+            blocks.sealed = True
+            return
+        tail, blocks.tail = blocks.tail, None
+        node = self._find(blocks.reach, scope.level, parent, tokens)
+        block_id = blocks.block_table[place]
+        if node is not None:
+            # Somebody else committed the same block meanwhile: use theirs and give ours back.
+            self._acquire(node)
+            blocks.block_table[place] = node.block_id
+            if tail:
+                self.index.remove(tail)
+            self._drop(block_id)
+        elif tail:
+            self.index.extend(tail, tokens)
+            node = tail
+        else:
+            node = self.index.insert(scope, self.keys.key(scope), parent, tokens, block_id)
+        blocks.nodes.append(node)
+
+    def _commit_tail(self, blocks: SequenceBlocks, tokens: tuple[int, ...]) -> None:
+        place = len(blocks.nodes)
+        parent = blocks.nodes[-1] if place else self.index.root
+        self._publish_wider_part(blocks, parent, tokens)
+        scope = blocks.scopes.scope_at(place * self.block_size + len(tokens) - 1)
+        if scope.level is ScopeLevel.REQUEST:
+            return
+        if blocks.tail:
+            self.index.extend(blocks.tail, tokens)
+            return
+        wide_enough = [key for key, level in blocks.reach.items() if level <= scope.level]
+        if self.index.longest_overlap(wide_enough, parent, tokens)[1] < len(tokens):
+            key = self.keys.key(scope)
+            blocks.tail = self.index.insert(scope, key, parent, tokens, blocks.block_table[place])
+
+    def _publish_wider_part(self, blocks: SequenceBlocks, parent: Node, tokens: tuple[int, ...]) -> None:
+        """Where the scope narrows inside a block, copy the rows before it to a partial block of the wider scope.
+
+        The sequence keeps its own block, so a full pool only means that the copy is not made.
+        """
+        start = len(blocks.nodes) * self.block_size
+        for change in blocks.scopes.changes_within(start, start + len(tokens)):
+            rows = change - start
+            scope = blocks.scopes.scope_at(change - 1)
+            keys = [key for key, level in blocks.reach.items() if level <= scope.level]
+            if self.index.longest_overlap(keys, parent, tokens[:rows])[1] == rows:
+                continue
+            if not self.num_available(scope.tenant):
+                return
+            block_id = self._allocate(scope.tenant)
+            if block_id is None:
+                return
+            self._ops.append(CopyRows(blocks.block_table[len(blocks.nodes)], block_id, rows))
+            self.index.insert(scope, self.keys.key(scope), parent, tokens[:rows], block_id)
+            self._drop(block_id)
+
+    def _allocate(self, tenant: str | None) -> int | None:
+        ceiling = self._ceiling(tenant) if tenant is not None else None
+        if ceiling is not None and self.pool.owned_blocks.get(tenant, 0) >= ceiling:
+            self._evict(tenant)
+        elif not self.pool.num_free:
+            self._evict(self._most_over_share())
+        return self.pool.allocate(tenant)
+
+    def _most_over_share(self) -> str | None:
+        """Return the tenant with idle blocks that holds most of the pool for its weight; public text goes last."""
+        tenants = [tenant for tenant in self.idle.tenants() if tenant is not None]
+        return max(tenants, key=lambda t: self.pool.owned_blocks[t] / self._weight(t), default=None)
+
+    def _evict(self, tenant: str | None) -> None:
+        node = self.idle.victim(tenant)
+        if node is not None:
+            self._destroy(node)
+            self.num_evicted += 1
+
+    def _destroy(self, node: Node) -> None:
+        self.idle.remove(node)
+        self.index.remove(node)
+        self._free(node.block_id)
+
+    def _acquire(self, node: Node) -> None:
+        if self.pool.acquire(node.block_id):
+            self.idle.remove(node)
+
+    def _drop(self, block_id: int) -> None:
+        if self.pool.drop(block_id):
+            node = self.index.node_of(block_id)
+            if node is None:
+                self._free(block_id)
+            else:
+                self.idle.add(node)
+
+    def _free(self, block_id: int) -> None:
+        self.pool.release(block_id)
+        self._ops.append(ZeroBlocks((block_id,)))
