@@ -7,6 +7,7 @@ Only the engine thread calls it. It never touches a tensor: what must happen to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 from prefixkv.cache.audit import check_manager
 from prefixkv.cache.eviction import LRUEviction
@@ -117,6 +118,10 @@ class KVCacheManager:
             available = min(available, own)
         return max(0, available)
 
+    def is_limited_by_ceiling(self, tenant: str | None) -> bool:
+        """Return whether it is the tenant's own ceiling, not the pool, that bounds what it can allocate now."""
+        return self.num_available(tenant) < self.num_available(None)
+
     # -- a sequence's life -----------------------------------------------------------------------------------------
 
     def open(self, seq_id: int, match: PrefixMatch, scopes: ScopeMap, num_tokens: int) -> int | None:
@@ -206,10 +211,10 @@ class KVCacheManager:
 
     # -- pins, purge -----------------------------------------------------------------------------------------------
 
-    def pin(self, seq_id: int) -> int:
-        """Keep every committed block of an open sequence until :meth:`unpin`; return the pin's id."""
-        blocks = self.sequences[seq_id]
-        nodes = (*blocks.nodes, *([blocks.tail] if blocks.tail else []))
+    def pin(self, token_ids: Sequence[int], scopes: ScopeMap) -> int:
+        """Keep the committed blocks of these tokens until :meth:`unpin`; return the pin's id."""
+        match = self.match(token_ids, scopes, limit=len(token_ids))
+        nodes = (*match.nodes, match.partial) if match.partial else match.nodes
         for node in nodes:
             self._acquire(node)
         pin, self._next_pin = self._next_pin, self._next_pin + 1
@@ -221,10 +226,10 @@ class KVCacheManager:
         for node in reversed(self.pins.pop(pin)):
             self._drop(node.block_id)
 
-    def num_pinned(self, excluding: Iterable[Node] = ()) -> int:
-        """Return how many blocks pins hold, not counting those in ``excluding``."""
-        pinned = {node.block_id for nodes in self.pins.values() for node in nodes}
-        return len(pinned.difference(node.block_id for node in excluding))
+    def num_pinned(self, tenant: str | None = None, excluding: Iterable[Node] = ()) -> int:
+        """Return how many blocks pins hold (only those of ``tenant``, if given), not counting ``excluding``."""
+        pinned = {node for nodes in self.pins.values() for node in nodes}.difference(excluding)
+        return sum(1 for node in pinned if tenant is None or self.pool.owner(node.block_id) == tenant)
 
     def purge(self, tenant: str | None, user: str | None, session: str | None) -> tuple[int, int]:
         """Destroy every block of an identity and begin a new key generation. Its sequences must be closed before.
@@ -256,7 +261,13 @@ class KVCacheManager:
     def take_ops(self) -> list[BlockOp]:
         """Hand out the row work noted since the last call; it must be done in order, before the next forward."""
         ops, self._ops = self._ops, []
-        return ops
+        merged: list[BlockOp] = []
+        for is_zero, run in groupby(ops, key=lambda op: isinstance(op, ZeroBlocks)):
+            if is_zero:
+                merged.append(ZeroBlocks(tuple(b for op in run if isinstance(op, ZeroBlocks) for b in op.block_ids)))
+            else:
+                merged.extend(run)
+        return merged
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold ``num_tokens`` tokens."""

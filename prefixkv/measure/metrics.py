@@ -1,0 +1,93 @@
+"""Counters of one engine and the snapshots made from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from cachetools import LRUCache
+
+__all__ = ["Counters", "EngineStats", "Metrics", "TenantStats"]
+
+_MAX_TENANTS = 10_000
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals, of the engine or of one tenant. Only the engine thread adds to them.
+
+    Attributes:
+        requests: Requests answered, aborted ones included.
+        aborted: Requests ended early: cancelled, timed out or purged.
+        failed: Requests that ended in an error after they were accepted.
+        prompt_tokens: Prompt tokens of answered requests.
+        cached_tokens: Those found in the cache.
+        computed_tokens: Those computed.
+        completion_tokens: Tokens generated.
+    """
+
+    requests: int = 0
+    aborted: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantStats:
+    """One tenant: its totals since the engine started, and what it holds now."""
+
+    requests: int
+    aborted: int
+    failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    completion_tokens: int
+    blocks: int
+    running: int
+    waiting: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens found in the cache, 0 where there were none."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats(TenantStats):
+    """The whole engine. ``blocks`` counts blocks idle or in use; free + idle + in use == total."""
+
+    blocks_total: int
+    blocks_free: int
+    blocks_idle: int
+    blocks_in_use: int
+    block_bytes: int
+    evictions: int
+    preemptions: int
+    steps: int
+    tenants: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Metrics:
+    """Totals of the engine and of each tenant, the most recent 10,000 tenants."""
+
+    total: Counters = field(default_factory=Counters)
+    tenants: LRUCache[str, Counters] = field(default_factory=lambda: LRUCache(_MAX_TENANTS))
+    steps: int = 0
+
+    def add(self, tenant: str | None, **amounts: int) -> None:
+        """Add to the engine's and the tenant's counters."""
+        targets = [self.total]
+        if tenant is not None:
+            targets.append(self.tenants.setdefault(tenant, Counters()))
+        for counters in targets:
+            for name, amount in amounts.items():
+                setattr(counters, name, getattr(counters, name) + amount)
+
+    def of(self, tenant: str | None) -> dict[str, int]:
+        """Return the counters of a tenant, or of the engine, as keyword arguments for a snapshot."""
+        counters = self.total if tenant is None else self.tenants.get(tenant, Counters())
+        return {item.name: getattr(counters, item.name) for item in fields(Counters)}
