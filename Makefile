@@ -51,7 +51,7 @@ $(READY): pyproject.toml constraints-cpu.txt
 		|| { echo "prefixkv needs Python 3.11 or newer; name one: make PYTHON=python3.12 ..."; exit 1; }
 	@echo "setting up $(VENV) with $$($(PYTHON) --version), once"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "  1/3 torch (the largest download)"
+	@echo "  1/3 torch (a large download; CONTRIBUTING.md tells where the smaller CPU build comes from)"
 	@$(PIP_INSTALL) torch
 	@echo "  2/3 prefixkv, its dependencies, the development tools"
 	@$(PIP_INSTALL) -e '.[demo,dev]'
