@@ -1,0 +1,191 @@
+"""The pool's tensors. Knows rows and blocks; knows neither tokens, tenants nor what the stored numbers mean.
+
+Every tensor is block-major, ``[N, K, B, *row_shape]``, so one block of one layer is a contiguous slice that can be
+copied, cleared or moved to a slower tier as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from prefixkv.cache.spec import KVCacheSpec, LayerSpec
+from prefixkv.config import parse_memory
+from prefixkv.errors import ConfigError
+from prefixkv.kv.formats import TORCH_DTYPES, KVFormat, RowCodec, get_format
+
+__all__ = ["KVStorage", "LayerStorage", "plan_num_blocks"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStorage:
+    """The tensors of one layer: the parts of its keys and of its values, each [N, K, B, *row_shape]."""
+
+    key: tuple[torch.Tensor, ...]
+    value: tuple[torch.Tensor, ...]
+
+
+class KVStorage:
+    """Owns the tensors of all blocks and is the only writer of them. Only the engine thread calls it.
+
+    Invariants:
+        * Nothing is allocated after construction.
+        * A row holds what was last written to it, encoded once, or zeros.
+    """
+
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device | str) -> None:
+        """Allocate all tensors, zeroed. On a CPU the system commits the memory only when rows are written.
+
+        Raises:
+            ConfigError: If the format or the dtype is unknown, or a size is not positive.
+        """
+        if num_blocks < 1 or spec.block_size < 1:
+            raise ConfigError(f"a pool needs blocks: num_blocks={num_blocks}, block_size={spec.block_size}")
+        if spec.dtype not in TORCH_DTYPES:
+            raise ConfigError(f"dtype={spec.dtype!r}: must be one of {', '.join(TORCH_DTYPES)}")
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.device = torch.device(device)
+        self.format: KVFormat = get_format(spec.kv_format)
+        self.dtype = TORCH_DTYPES[spec.dtype]
+        self.layers: tuple[LayerStorage, ...] = tuple(
+            LayerStorage(
+                key=self._allocate(self.format.key, layer, layer.key_dim),
+                value=self._allocate(self.format.value, layer, layer.value_dim),
+            )
+            for layer in spec.layers
+        )
+
+    def _allocate(self, codec: RowCodec, layer: LayerSpec, dim: int) -> tuple[torch.Tensor, ...]:
+        lead = (self.num_blocks, layer.num_kv_heads, self.spec.block_size)
+        return tuple(
+            torch.zeros((*lead, *part.row_shape), dtype=part.dtype, device=self.device)
+            for part in codec.parts(dim, self.dtype)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for layer in self.layers for tensor in (*layer.key, *layer.value)]
+
+    def write(self, layer: int, slot_mapping: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Encode new rows and store them; changes the rows that ``slot_mapping`` names.
+
+        Args:
+            layer: Layer index.
+            slot_mapping: [T] int64, ``block * B + offset`` of each token, all different.
+            k: [T, K, D].
+            v: [T, K, Dv].
+        """
+        block_size = self.spec.block_size
+        blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+        offsets = slot_mapping - blocks * block_size
+        store = self.layers[layer]
+        for tensor, rows in zip(store.key, self.format.key.encode(k), strict=True):
+            tensor[blocks, :, offsets] = rows
+        for tensor, rows in zip(store.value, self.format.value.encode(v), strict=True):
+            tensor[blocks, :, offsets] = rows
+
+    def gather(self, layer: int, block_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return decoded rows of several block lists side by side; changes nothing.
+
+        Args:
+            layer: Layer index.
+            block_table: [S, M] integer block ids.
+
+        Returns:
+            k [S, K, M*B, D] and v [S, K, M*B, Dv] in the model's dtype.
+        """
+        store = self.layers[layer]
+        return (
+            self._gather(self.format.key, store.key, block_table),
+            self._gather(self.format.value, store.value, block_table),
+        )
+
+    def _gather(self, codec: RowCodec, tensors: tuple[torch.Tensor, ...], table: torch.Tensor) -> torch.Tensor:
+        num_seqs, width = table.shape
+        flat = table.reshape(-1)
+        parts = []
+        for tensor in tensors:
+            picked = tensor.index_select(0, flat)  # [S*M, K, B, ...]
+            heads, block_size, *row_shape = picked.shape[1:]
+            picked = picked.view(num_seqs, width, heads, block_size, *row_shape).transpose(1, 2)
+            parts.append(picked.reshape(num_seqs, heads, width * block_size, *row_shape))
+        return codec.decode(tuple(parts), self.dtype)
+
+    def copy_rows(self, src: int, dst: int, rows: int) -> None:
+        """Make block ``dst`` hold the first ``rows`` rows of block ``src`` in every layer, and zeros behind them.
+
+        The zeros matter: rows behind a sequence's end are masked, but a masked NaN left by a former owner is still NaN.
+
+        Raises:
+            ValueError: If a block or the number of rows is out of range.
+        """
+        if not (0 <= src < self.num_blocks and 0 <= dst < self.num_blocks and 0 <= rows <= self.spec.block_size):
+            raise ValueError(f"copy_rows({src}, {dst}, {rows}): {self.num_blocks} blocks of {self.spec.block_size}")
+        for tensor in self._tensors():
+            if src != dst:
+                tensor[dst, :, :rows] = tensor[src, :, :rows]
+            tensor[dst, :, rows:] = 0
+
+    def zero(self, block_ids: Sequence[int]) -> None:
+        """Clear whole blocks in every layer."""
+        if not block_ids:
+            return
+        index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
+        for tensor in self._tensors():
+            tensor.index_fill_(0, index, 0)
+
+    def is_zero(self, block_ids: Sequence[int]) -> bool:
+        """Return whether every row of these blocks is zero in every layer; changes nothing."""
+        if not block_ids:
+            return True
+        index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
+        return not any(bool(tensor.index_select(0, index).any()) for tensor in self._tensors())
+
+
+def plan_num_blocks(spec: KVCacheSpec, memory: int | float | str, device: torch.device | str) -> int:
+    """Return how many blocks fit in ``memory``; allocates nothing.
+
+    Args:
+        spec: Shape of the cache.
+        memory: As :func:`prefixkv.config.parse_memory` reads it; a share is of what is free on ``device`` now.
+        device: Where the pool will live.
+
+    Raises:
+        ConfigError: If not even one block fits, or the free memory cannot be found out.
+    """
+    amount = parse_memory(memory)
+    layout = get_format(spec.kv_format)
+    block_bytes = sum(layout.bytes_per_token(layer, spec.dtype) for layer in spec.layers) * spec.block_size
+    budget_bytes = int(amount * _free_bytes(torch.device(device))) if isinstance(amount, float) else amount
+    if budget_bytes < block_bytes:
+        raise ConfigError(
+            f"CacheConfig.memory={memory!r} is {budget_bytes} bytes and one block of {spec.block_size} tokens takes "
+            f"{block_bytes}: give more memory or a smaller block_size"
+        )
+    return budget_bytes // block_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        raise ConfigError(f"CacheConfig.memory: cannot tell what is free on {device}; give bytes or text")
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: sysconf below
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        raise ConfigError("CacheConfig.memory: cannot tell how much memory is free here; give bytes or text") from None

@@ -1,0 +1,169 @@
+"""Runs the model over packed chunks. Owns the pool's tensors and the model's attachment, nothing of who asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from prefixkv.attention.base import AttentionBackend
+from prefixkv.attention.select import BackendChoice, select_backend
+from prefixkv.cache.spec import KVCacheSpec
+from prefixkv.config import CacheConfig
+from prefixkv.errors import UnsupportedModel
+from prefixkv.kv.storage import KVStorage, plan_num_blocks
+from prefixkv.model.batch import Chunk, ForwardBatch
+from prefixkv.model.hook import Attachment, PoolStep, active_step
+from prefixkv.model.inspect import ModelShape, observe, refuse_unsupported
+from prefixkv.model.load import LoadedModel
+
+__all__ = ["ModelRunner"]
+
+_SELF_TEST_TOKENS = 24
+_TOLERANCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
+"""Most that self-test logits may differ, as a share of the spread of the stock logits (their standard deviation)."""
+
+
+class ModelRunner:
+    """Executes steps. Only the engine thread calls it once it is built.
+
+    Attributes:
+        spec: Shape of the cache.
+        num_blocks: Blocks of the pool.
+        storage: The pool.
+        backend: Name of the attention backend.
+        refusals: Name of a better backend to why it was refused.
+        self_test_error: What the self-test measured, in the unit of its tolerance.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, attachment: Attachment, shape: ModelShape, storage: KVStorage, choice: BackendChoice
+    ) -> None:
+        """Put the parts together; :meth:`build` makes them."""
+        self.spec = storage.spec
+        self.num_blocks = storage.num_blocks
+        self.storage = storage
+        self.backend = choice.backend.name
+        self.refusals = choice.refusals
+        self.self_test_error = 0.0
+        self._model = model
+        self._attachment = attachment
+        self._shape = shape
+        self._backend: AttentionBackend = choice.backend
+
+    @classmethod
+    def build(cls, loaded: LoadedModel, cache: CacheConfig) -> ModelRunner:
+        """Inspect a model, allocate its pool, attach to it and prove that both agree.
+
+        On failure the model is as it was.
+
+        Raises:
+            UnsupportedModel: If the model cannot be served exactly.
+            ConfigError: If not even one block fits in the memory.
+        """
+        model = loaded.model
+        refuse_unsupported(model)
+        attachment = Attachment(model)
+        try:
+            shape = observe(model)
+            spec = KVCacheSpec(shape.layers, shape.dtype, cache.kv_format, cache.block_size)
+            choice = select_backend(shape.attention_spec(spec, loaded.device.type))
+            num_blocks = plan_num_blocks(spec, cache.memory, loaded.device)
+            runner = cls(model, attachment, shape, KVStorage(spec, num_blocks, loaded.device), choice)
+            runner.self_test_error = runner._self_test(loaded)
+        except BaseException:
+            attachment.detach()
+            raise
+        return runner
+
+    def execute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Compute one step; writes the rows of every chunk's tokens.
+
+        Args:
+            chunks: At least one; no row of the pool may be written twice.
+
+        Returns:
+            [R, V] float32 on the model's device: logits of the last token of each chunk that needs them, in order.
+
+        Raises:
+            IntegrityError: If a block table does not fit its chunk or the model skipped a layer.
+        """
+        batch = ForwardBatch.build(
+            chunks, block_size=self.spec.block_size, num_blocks=self.num_blocks, device=self.storage.device
+        )
+        return self._forward(batch, self.storage)
+
+    def close(self) -> None:
+        """Give the model back to its owner; the pool's memory goes with this object."""
+        self._attachment.detach()
+
+    def _forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
+        step = PoolStep(storage, self._backend, batch.attention, self._shape.windows)
+        options: dict[str, Any] = {"use_cache": False, "return_dict": True}
+        if self._shape.keeps_logits:
+            options["logits_to_keep"] = batch.logits_rows
+        with torch.inference_mode():
+            storage.zero(batch.opened_blocks)
+            with active_step(step):
+                output = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, **options)
+            step.finish(len(self.spec.layers))
+            logits: torch.Tensor = output.logits[0]
+            if not self._shape.keeps_logits:
+                logits = logits.index_select(0, batch.logits_rows)
+            return logits.float()
+
+    def _self_test(self, loaded: LoadedModel) -> float:
+        """Compare stock logits with pool logits on random tokens; uses a small pool of its own.
+
+        Returns:
+            The difference as a share of the spread of the logits.
+
+        Raises:
+            UnsupportedModel: If they differ more than rounding explains.
+        """
+        longest = min(_SELF_TEST_TOKENS, loaded.max_context or _SELF_TEST_TOKENS)
+        lengths = (longest, max(1, longest * 2 // 3))
+        generator = torch.Generator().manual_seed(0)
+        prompts = [torch.randint(0, loaded.vocab_size, (n,), generator=generator) for n in lengths]
+        want = torch.cat([self._stock_logits(prompt) for prompt in prompts])
+        got = torch.cat(self._pooled_logits([prompt.tolist() for prompt in prompts]))
+        error = (got - want).abs().mean(-1) / want.std(-1).clamp_min(1e-6)
+        # One expert chosen otherwise by rounding may move a token far: in 16 bits the middle one counts. A wrong mask,
+        # position or option moves most of them.
+        measured = float(error.max() if self.spec.dtype == "float32" else error.median())
+        allowed = _TOLERANCE[self.spec.dtype]
+        if not measured <= allowed:
+            raise UnsupportedModel(
+                f"self-test failed: logits through the pool differ from stock logits by {measured:.3g} of their spread "
+                f"({self.spec.dtype}, allowed {allowed:g})"
+            )
+        return measured
+
+    def _stock_logits(self, prompt: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            output = self._model(input_ids=prompt[None].to(self.storage.device), use_cache=False, return_dict=True)
+        return output.logits[0].float().cpu()  # type: ignore[no-any-return]
+
+    def _pooled_logits(self, prompts: list[list[int]]) -> list[torch.Tensor]:
+        """Return [T, V] logits of each prompt, packed and in two chunks, over blocks that lie in no order."""
+        block_size = self.spec.block_size
+        needed = [-(-len(prompt) // block_size) for prompt in prompts]
+        ids = list(range(sum(needed)))[::-1]
+        tables = [ids[: needed[0]], ids[needed[0] :]]
+        storage = KVStorage(self.spec, len(ids), self.storage.device)
+        rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+        cuts = [len(prompt) // 2 for prompt in prompts]
+        for starts, ends in (([0, 0], cuts), (cuts, [len(prompt) for prompt in prompts])):
+            spans = [(i, s, e) for i, (s, e) in enumerate(zip(starts, ends, strict=True)) if e > s]
+            if not spans:
+                continue
+            chunks = [Chunk(prompts[i][s:e], s, tables[i], True) for i, s, e in spans]
+            batch = ForwardBatch.build(
+                chunks, block_size=block_size, num_blocks=len(ids), device=storage.device, all_logits=True
+            )
+            logits = self._forward(batch, storage).cpu()
+            for (i, s, e), part in zip(spans, logits.split([e - s for _, s, e in spans]), strict=True):
+                rows[i].append(part)
+        return [torch.cat(parts) for parts in rows]
