@@ -241,7 +241,9 @@ class SamplingParams:
         ids: Any = self.stop_token_ids
         if ids is None:
             return ()
-        if not isinstance(ids, Sequence) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        if not isinstance(ids, Sequence) or not all(
+            isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids
+        ):
             raise _bad("stop_token_ids", "must be a list of token ids")
         return tuple(ids)
 

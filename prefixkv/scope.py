@@ -1,6 +1,6 @@
 """Who asks, and how far what they bring may be shared.
 
-    public > tenant > user > session > request        (widest first; ``request`` is never stored)
+public > tenant > user > session > request        (widest first; ``request`` is never stored)
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """One place where rows are shared: a level and the identity it belongs to. Fields narrower than the level are None."""
+    """One place where rows are shared: a level and whose it is. Fields narrower than the level are None."""
 
     level: ScopeLevel
     tenant: str | None = None

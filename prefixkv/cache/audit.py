@@ -49,7 +49,9 @@ def _check_scopes(manager: KVCacheManager) -> None:
         if manager.pool.owner(node.block_id) != node.scope.tenant:
             raise IntegrityError(f"block {node.block_id} counts against a tenant that does not own it")
         parent = node.parent.scope if node.parent else None
-        if parent and not (parent.level <= node.scope.level and node.scope.is_within(parent.tenant, parent.user, parent.session)):
+        if parent and not (
+            parent.level <= node.scope.level and node.scope.is_within(parent.tenant, parent.user, parent.session)
+        ):
             raise IntegrityError(f"block {node.block_id} follows a block of a scope it is not inside")
     for seq_id, blocks in manager.sequences.items():
         manager.block_table(seq_id)

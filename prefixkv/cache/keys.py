@@ -68,7 +68,10 @@ def _ancestry(scope: Scope) -> tuple[_Identity, ...]:
     """Every identity whose purge must change this scope's key, in a fixed order."""
     tenant, user, session = scope.tenant, scope.user, scope.session
     return tuple(
-        (t, u, s) for t in dict.fromkeys((None, tenant)) for u in dict.fromkeys((None, user)) for s in dict.fromkeys((None, session))
+        (t, u, s)
+        for t in dict.fromkeys((None, tenant))
+        for u in dict.fromkeys((None, user))
+        for s in dict.fromkeys((None, session))
     )
 
 

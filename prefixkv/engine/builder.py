@@ -1,0 +1,170 @@
+"""From the arguments of a call to a request: everything that is checked before the engine thread hears of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from prefixkv.cache.scopes import ScopeMap
+from prefixkv.chat.segment import Prompt
+from prefixkv.chat.segmenter import Segmenter
+from prefixkv.config import SamplingParams
+from prefixkv.engine.detokenize import Detokenizer
+from prefixkv.engine.live import Event, LiveRequest, Reply
+from prefixkv.errors import ContextOverflow, InvalidRequest
+from prefixkv.model.load import LoadedModel
+from prefixkv.model.sampler import SamplerState, check_sampling
+from prefixkv.policy import PolicySet, TenantPolicy
+from prefixkv.scheduler.request import Sequence as ScheduledSequence
+from prefixkv.scope import Principal
+
+__all__ = ["RequestBuilder"]
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class RequestBuilder:
+    """Validates and tokenises on the caller's thread. Holds no state of its own, so any thread may use it.
+
+    Args:
+        loaded: The model and its tokenizer.
+        segmenter: Makes prompts.
+        max_context: Most tokens of prompt and reply.
+        pool_tokens: Tokens that the whole pool holds.
+        policies: Returns the policies in force.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        segmenter: Segmenter,
+        max_context: int,
+        pool_tokens: int,
+        policies: Callable[[], PolicySet],
+    ) -> None:
+        self._loaded = loaded
+        self._segmenter = segmenter
+        self._max_context = max_context
+        self._pool_tokens = pool_tokens
+        self._policies = policies
+        self._ids = itertools.count()
+
+    def chat_prompt(
+        self,
+        messages: Messages,
+        principal: Principal,
+        tools: Tools | None,
+        slots: Mapping[str, str] | None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[Prompt, ScopeMap]:
+        """Render and tokenise messages, and say whose each token is."""
+        policy = self._policy(principal)
+        prompt = self._segmenter.segment(
+            messages,
+            policy=policy,
+            tools=tools,
+            slots=slots,
+            template_kwargs=template_kwargs,
+            limit=self._max_context - 1,
+        )
+        return self._scoped(prompt, principal, policy)
+
+    def text_prompt(self, text: str | Sequence[int], principal: Principal) -> tuple[Prompt, ScopeMap]:
+        """Tokenise raw text, or take token ids, and say whose they are."""
+        policy = self._policy(principal)
+        prompt = self._segmenter.segment_text(text, policy=policy, limit=self._max_context - 1)
+        return self._scoped(prompt, principal, policy)
+
+    def publication(
+        self, content: Messages | str, tools: Tools | None, tenant: str | None, sink: Callable[[Event], None]
+    ) -> LiveRequest:
+        """Build the request that computes published text and samples nothing."""
+        policy = TenantPolicy()
+        if tenant is not None:
+            policy = self._policies().get(Principal(tenant).tenant)
+        if isinstance(content, str):
+            if tools:
+                raise InvalidRequest("bad_tools", "tools", "tools need messages to be rendered with, not bare text")
+            prompt = self._segmenter.segment_text(content, policy=policy, limit=self._max_context - 1)
+        else:
+            prompt = self._segmenter.segment(
+                content, policy=policy, tools=tools, add_generation_prompt=False, limit=self._max_context - 1
+            )
+        self._check_length(prompt, None)
+        request = LiveRequest(None, prompt, SamplingParams(temperature=0), sink, False, frozenset(), None, pin=True)
+        self._add_reply(request, 0, ScopeMap.for_publication(tenant), len(prompt.token_ids))
+        return request
+
+    def request(
+        self,
+        prompt: Prompt,
+        scopes: ScopeMap,
+        principal: Principal,
+        sampling: SamplingParams | None,
+        timeout_s: float | None,
+        sink: Callable[[Event], None],
+        *,
+        streams: bool,
+    ) -> LiveRequest:
+        """Build a request for one prompt, with one sequence per reply."""
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise InvalidRequest("bad_sampling", "sampling", "must be a SamplingParams")
+        check_sampling(sampling, self._loaded.vocab_size)
+        eos = frozenset() if sampling.ignore_eos else self._loaded.eos_token_ids
+        stop_ids = eos.union(sampling.stop_token_ids)
+        request = LiveRequest(principal, prompt, sampling, sink, streams, stop_ids, _deadline(timeout_s))
+        length = len(prompt.token_ids)
+        total = self._max_context
+        if sampling.max_tokens is not None:
+            total = min(total, length + sampling.max_tokens)
+        else:
+            # The last token's row is never written, so one more token than the pool's rows can be had.
+            total = max(length + 1, min(total, self._pool_tokens + 1))
+        for index in range(sampling.n):
+            self._add_reply(request, index, scopes, total)
+        return request
+
+    def _add_reply(self, request: LiveRequest, index: int, scopes: ScopeMap, total: int) -> None:
+        token_ids = list(request.prompt.token_ids)
+        seq = ScheduledSequence(
+            seq_id=next(self._ids),
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            scopes=scopes,
+            max_tokens_total=total,
+            generates=not request.pin,
+        )
+        sampling = request.sampling
+        sampler = SamplerState(sampling, token_ids, self._loaded.vocab_size, index)
+        detokenizer = Detokenizer(self._loaded.tokenizer, sampling.stop, sampling.include_stop)
+        request.replies.append(Reply(index, seq, sampler, detokenizer))
+
+    def _policy(self, principal: Principal) -> TenantPolicy:
+        if not isinstance(principal, Principal):
+            raise InvalidRequest("missing_principal", "principal", "say who asks: Principal(tenant, user, session)")
+        return self._policies().get(principal.tenant)
+
+    def _scoped(self, prompt: Prompt, principal: Principal, policy: TenantPolicy) -> tuple[Prompt, ScopeMap]:
+        self._check_length(prompt, policy)
+        spans = ((segment.start, segment.scope) for segment in prompt.segments)
+        return prompt, ScopeMap.for_principal(principal, spans)
+
+    def _check_length(self, prompt: Prompt, policy: TenantPolicy | None) -> None:
+        length = len(prompt.token_ids)
+        if length > self._max_context - 1:
+            raise ContextOverflow(self._max_context - 1, length, "the model's context (with one token of reply)")
+        if policy and policy.max_prompt_tokens is not None and length > policy.max_prompt_tokens:
+            raise ContextOverflow(policy.max_prompt_tokens, length, "the tenant's policy")
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
+        raise InvalidRequest("bad_timeout", "timeout_s", "must be a number of seconds above 0, or None")
+    return None if math.isinf(timeout_s) else time.monotonic() + timeout_s

@@ -1,0 +1,296 @@
+"""One step, and what happens when a step fails. Runs on the engine thread only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from prefixkv.cache.manager import KVCacheManager
+from prefixkv.cache.scopes import ScopeMap
+from prefixkv.cache.table import CopyRows
+from prefixkv.chat.explain import CacheReport, build_report
+from prefixkv.chat.segment import Prompt
+from prefixkv.engine.limits import Limits
+from prefixkv.engine.live import LiveRequest, Reply
+from prefixkv.engine.result import Publication, PurgeReceipt
+from prefixkv.errors import ContextOverflow, ExecutionError, IntegrityError, QueueFull, QuotaExceeded
+from prefixkv.measure.metrics import EngineStats, Metrics, TenantStats
+from prefixkv.model.batch import Chunk
+from prefixkv.model.runner import ModelRunner
+from prefixkv.model.sampler import sample
+from prefixkv.scheduler.request import Sequence as ScheduledSequence
+from prefixkv.scheduler.scheduler import ScheduledChunk, Scheduler
+from prefixkv.scope import Principal, Scope, ScopeLevel
+
+__all__ = ["EngineCore"]
+
+logger = logging.getLogger("prefixkv.engine")
+
+
+class EngineCore:
+    """Joins scheduler, cache manager and runner into :meth:`step`.
+
+    Args:
+        runner: The model and its pool.
+        manager: Bookkeeping of that pool.
+        scheduler: Chooses steps.
+        limits: Decides what is refused.
+        debug: Check every invariant whenever nothing runs.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        manager: KVCacheManager,
+        scheduler: Scheduler,
+        limits: Limits,
+        debug: bool = False,
+    ) -> None:
+        self.runner = runner
+        self.manager = manager
+        self.scheduler = scheduler
+        self.metrics = Metrics()
+        self.limits = limits
+        self._debug = debug
+        self._live: dict[ScheduledSequence, tuple[LiveRequest, Reply]] = {}
+        self._publications: dict[str, int] = {}
+        self._next_publication = 1
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a step to run."""
+        return self.scheduler.has_work
+
+    def add(self, request: LiveRequest) -> None:
+        """Accept a request, or hand its sink the reason why not."""
+        try:
+            self.limits.check_queue(request)
+            self.limits.check_room(request, self._live)
+        except (QueueFull, QuotaExceeded, ContextOverflow) as error:
+            request.sink(error)
+            return
+        for reply in request.replies:
+            self._live[reply.seq] = (request, reply)
+            self.scheduler.add(reply.seq)
+
+    def abort(self, request: LiveRequest) -> None:
+        """End a request wherever it stands; what it computed stays reusable. A finished one is left alone."""
+        open_replies = [reply for reply in request.replies if reply.seq in self._live]
+        for reply in open_replies:
+            self._release(reply)
+        for reply in open_replies:
+            request.end(reply, "abort")
+        if open_replies:
+            self._count(request, aborted=1)
+            self._run_ops()
+
+    def fail(self, request: LiveRequest, error: Exception) -> None:
+        """End a request with an error; rows of its unfinished blocks are not kept."""
+        for reply in request.replies:
+            if reply.seq in self._live:
+                self._release(reply, keep=False)
+        self.metrics.add(request.tenant, failed=1)
+        request.sink(error)
+
+    def fail_all(self, error: Exception) -> None:
+        """End every live request with an error."""
+        for request in dict.fromkeys(request for request, _ in self._live.values()):
+            self.fail(request, error)
+        self._run_ops()
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Run one iteration: schedule, move rows, one forward, sample, deliver."""
+        self._expire(time.monotonic())
+        chunks = self.scheduler.schedule()
+        self._run_ops()
+        if not chunks:
+            self._fail_stuck()
+            return
+        self._mark_scheduled(chunks)
+        batch = [
+            Chunk(
+                token_ids=chunk.seq.token_ids[chunk.seq.num_computed_tokens :][: chunk.num_tokens],
+                start=chunk.seq.num_computed_tokens,
+                block_table=self.manager.block_table(chunk.seq.seq_id),
+                needs_logits=chunk.seq.generates and chunk.num_tokens == chunk.seq.num_pending_tokens,
+            )
+            for chunk in chunks
+        ]
+        try:
+            logits = self.runner.execute(batch)
+        except Exception as error:
+            self._fail_batch(chunks, error)
+            return
+        self.metrics.steps += 1
+        for chunk in chunks:
+            self.scheduler.advance(chunk)
+        ready = [chunk.seq for chunk, part in zip(chunks, batch, strict=True) if part.needs_logits]
+        self._sample(ready, logits)
+        for chunk in chunks:
+            if not chunk.seq.generates and not chunk.seq.is_prefilling:
+                self._finish_publication(*self._live[chunk.seq])
+        self._run_ops()
+        if self._debug and not self.has_work:
+            self.check()
+
+    def _sample(self, seqs: Sequence[ScheduledSequence], logits: torch.Tensor) -> None:
+        pairs = [self._live[seq] for seq in seqs]
+        if not pairs:
+            return
+        tokens = sample(logits, [reply.sampler for _, reply in pairs])
+        for (request, reply), token in zip(pairs, tokens, strict=True):
+            if reply.seq not in self._live:
+                continue  # another reply of the same request failed in this step
+            if isinstance(token, ExecutionError):
+                self.fail(request, token)
+                continue
+            request.append(reply, token)
+            if reply.finish_reason is not None:
+                self._release(reply)
+                if request.is_done:
+                    self._count(request)
+
+    def _fail_batch(self, chunks: Sequence[ScheduledChunk], cause: Exception) -> None:
+        logger.error("a forward of %d sequences failed: %s", len(chunks), type(cause).__name__)
+        for request in dict.fromkeys(self._live[chunk.seq][0] for chunk in chunks):
+            error = ExecutionError(f"the forward pass failed with {type(cause).__name__}; see __cause__")
+            error.__cause__ = cause
+            self.fail(request, error)
+        self._run_ops()
+
+    def _fail_stuck(self) -> None:
+        """Refuse what can never run, such as a request whose tenant's ceiling was lowered after it was accepted."""
+        if self.scheduler.running:
+            return
+        for seq in list(self.scheduler.waiting.candidates()):
+            request, _ = self._live[seq]
+            self.fail(request, QuotaExceeded("the request no longer fits the room its tenant has"))
+
+    def _expire(self, now: float) -> None:
+        requests = {request for request, _ in self._live.values() if request.deadline_s is not None}
+        for request in requests:
+            if request.deadline_s is not None and now >= request.deadline_s:
+                self.abort(request)
+
+    def _mark_scheduled(self, chunks: Sequence[ScheduledChunk]) -> None:
+        now = time.monotonic()
+        for chunk in chunks:
+            request, _ = self._live[chunk.seq]
+            request.scheduled_s = request.scheduled_s or now
+
+    def _release(self, reply: Reply, *, keep: bool = True) -> None:
+        del self._live[reply.seq]
+        self.scheduler.finish(reply.seq, keep=keep)
+
+    def _count(self, request: LiveRequest, aborted: int = 0) -> None:
+        usage = request.usage()
+        self.metrics.add(
+            request.tenant,
+            requests=1,
+            aborted=aborted,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            computed_tokens=usage.computed_tokens,
+            completion_tokens=usage.completion_tokens,
+        )
+
+    def _run_ops(self) -> None:
+        storage = self.runner.storage
+        for op in self.manager.take_ops():
+            if isinstance(op, CopyRows):
+                storage.copy_rows(op.source, op.target, op.rows)
+            else:
+                storage.zero(op.block_ids)
+
+    # -- cache control ---------------------------------------------------------------------------------------------
+
+    def explain(self, prompt: Prompt, scopes: ScopeMap) -> CacheReport:
+        """Report what of a prompt would hit now. Does not mutate."""
+        match = self.manager.match(prompt.token_ids, scopes)
+        return build_report(prompt, match.num_tokens, match.diverged)
+
+    def _finish_publication(self, request: LiveRequest, reply: Reply) -> None:
+        seq = reply.seq
+        pin = self.manager.pin(seq.token_ids, seq.scopes)
+        self._release(reply)
+        handle, self._next_publication = f"pub-{self._next_publication}", self._next_publication + 1
+        self._publications[handle] = pin
+        blocks = len(self.manager.pins[pin])
+        request.sink(Publication(handle, len(seq.token_ids), blocks, blocks * self.runner.spec.bytes_per_block))
+
+    def unpublish(self, handle: str) -> bool:
+        """Let a publication's blocks fall idle; return whether there was one."""
+        pin = self._publications.pop(handle, None)
+        if pin is None or pin not in self.manager.pins:
+            return False
+        self.manager.unpin(pin)
+        return True
+
+    def purge(self, tenant: str | None, user: str | None, session: str | None) -> PurgeReceipt:
+        """Abort an identity's requests, destroy its blocks and overwrite them with zeros."""
+        doomed = {r for r, _ in self._live.values() if _is_of(r, tenant, user, session)}
+        for request in doomed:
+            self.abort(request)
+        blocks, tokens = self.manager.purge(tenant, user, session)
+        self._publications = {k: v for k, v in self._publications.items() if v in self.manager.pins}
+        self._run_ops()
+        return PurgeReceipt(blocks, tokens, blocks * self.runner.spec.bytes_per_block, len(doomed))
+
+    def end_session(self, principal: Principal) -> int:
+        """Make a session's idle blocks the first to be evicted; return how many there are."""
+        return self.manager.demote(Scope.of(principal, ScopeLevel.SESSION))
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise ``IntegrityError`` unless every invariant holds."""
+        self._run_ops()
+        self.manager.check()
+        running = {seq.seq_id for seq in self.scheduler.running}
+        if running != set(self.manager.sequences):
+            raise IntegrityError("a finished request still owns blocks, or a running one owns none")
+        if {*self.scheduler.running, *self.scheduler.waiting} != set(self._live):
+            raise IntegrityError("the scheduler and the engine disagree about what is live")
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the engine."""
+        pool, idle = self.manager.pool, len(self.manager.idle)
+        return EngineStats(
+            **self.metrics.of(None),
+            blocks=pool.num_blocks - pool.num_free,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            blocks_total=pool.num_blocks,
+            blocks_free=pool.num_free,
+            blocks_idle=idle,
+            blocks_in_use=pool.num_blocks - pool.num_free - idle,
+            block_bytes=self.runner.spec.bytes_per_block,
+            evictions=self.manager.num_evicted,
+            preemptions=self.scheduler.num_preemptions,
+            steps=self.metrics.steps,
+            tenants=tuple(sorted({*self.metrics.tenants, *(t for t in pool.owned_blocks if t is not None)})),
+        )
+
+    def tenant_stats(self, tenant: str) -> TenantStats:
+        """Return a snapshot of one tenant."""
+        return TenantStats(
+            **self.metrics.of(tenant),
+            blocks=self.manager.pool.owned_blocks.get(tenant, 0),
+            running=sum(1 for seq in self.scheduler.running if seq.tenant == tenant),
+            waiting=self.scheduler.waiting.num_waiting(tenant),
+        )
+
+
+def _is_of(request: LiveRequest, tenant: str | None, user: str | None, session: str | None) -> bool:
+    """Return whether a request belongs to a purged identity; publications belong to a tenant or to everybody."""
+    who = request.principal
+    if who is None:
+        return user is None and session is None and (tenant is None or request.tenant == tenant)
+    return tenant in (None, who.tenant) and user in (None, who.user) and session in (None, who.session)

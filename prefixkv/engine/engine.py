@@ -1,0 +1,408 @@
+"""The public face: a model in process, a thread that runs it, and methods that any thread may call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from types import TracebackType
+from typing import Any, TypeVar
+
+from prefixkv.cache.keys import ScopeKeys
+from prefixkv.cache.manager import KVCacheManager
+from prefixkv.chat.explain import CacheReport
+from prefixkv.chat.segmenter import Segmenter
+from prefixkv.config import EngineConfig, SamplingParams
+from prefixkv.engine.builder import RequestBuilder
+from prefixkv.engine.core import EngineCore
+from prefixkv.engine.limits import Limits, TenantLimits
+from prefixkv.engine.live import Event, LiveRequest
+from prefixkv.engine.request import ChatRequest
+from prefixkv.engine.result import ChatResult, Publication, PurgeReceipt
+from prefixkv.engine.stream import TokenStream
+from prefixkv.engine.thread import EngineThread
+from prefixkv.errors import EngineClosed, ExecutionError, InvalidRequest
+from prefixkv.measure.metrics import EngineStats, TenantStats
+from prefixkv.model.load import LoadedModel, load, wrap
+from prefixkv.model.runner import ModelRunner
+from prefixkv.policy import PolicySet
+from prefixkv.scheduler.scheduler import Scheduler
+from prefixkv.scope import Principal
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger("prefixkv")
+
+Policies = PolicySet | Mapping[str, Any] | str | PathLike[str] | None
+Progress = Callable[[str], None] | None
+T = TypeVar("T")
+
+
+class Engine:
+    """Runs one model and reuses the keys and values that requests share.
+
+    Every method is thread-safe. One engine thread runs the steps; a reader that stalls never stops it. Two engines may
+    live in one process.
+
+    Args:
+        model: A causal language model of transformers, already loaded. It stays usable on its own.
+        tokenizer: Its tokenizer.
+        config: Options; the defaults suit a laptop.
+        policies: Rules per tenant: a file, a mapping, a ``PolicySet``, or None for one permissive default.
+
+    Raises:
+        UnsupportedModel: If the model cannot be served exactly.
+        ConfigError: If an option is out of range, or the pool does not hold one block.
+        PolicyError: If the policies are malformed.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, config: EngineConfig | None = None, policies: Policies = None
+    ) -> None:
+        loaded = wrap(model, tokenizer)
+        self._start(type(loaded.model).__name__, loaded, config or EngineConfig(), PolicySet.load(policies))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | PathLike[str],
+        *,
+        config: EngineConfig | None = None,
+        policies: Policies = None,
+        progress: Progress = None,
+    ) -> Engine:
+        """Load a model and start an engine on it.
+
+        Args:
+            model: Hub id, local folder, ``.gguf`` file, or ``"demo"`` (SmolLM2-135M-Instruct from PyPI).
+            config: Options.
+            policies: Rules per tenant.
+            progress: Called with a line of text as loading goes on. By default lines go to standard error where that
+                is a terminal, and to the ``prefixkv`` logger otherwise.
+
+        Raises:
+            ConfigError: If the model cannot be found, with what to do about it.
+            UnsupportedModel: If the model cannot be served exactly.
+            PolicyError: If the policies are malformed.
+        """
+        config = config or EngineConfig()
+        policy_set = PolicySet.load(policies)  # before the slow part
+        say = progress or _say
+        started = time.monotonic()
+        loaded = load(str(model), dtype=config.dtype, device=config.device, progress=say)
+        engine = cls.__new__(cls)
+        engine._start(str(model), loaded, config, policy_set)
+        say(f"ready in {time.monotonic() - started:.1f} s: {engine.describe()}")
+        return engine
+
+    def _start(self, name: str, loaded: LoadedModel, config: EngineConfig, policies: PolicySet) -> None:
+        self.config = config
+        self._name = name
+        self._loaded = loaded
+        self._policies = policies
+        runner = ModelRunner.build(loaded, config.cache)
+        self._runner = runner
+        tenants = TenantLimits(self._get_policies, runner.num_blocks, runner.spec.bytes_per_block)
+        fingerprint = b"|".join(
+            (loaded.fingerprint, config.cache.kv_format.encode(), str(config.cache.block_size).encode())
+        )
+        keys = ScopeKeys(config.secret or secrets.token_bytes(32), fingerprint)
+        manager = KVCacheManager(
+            runner.num_blocks, config.cache.block_size, keys, weight=tenants.weight, ceiling=tenants.ceiling_blocks
+        )
+        scheduler = Scheduler(config.scheduler, manager, tenants.weight)
+        pool_tokens = runner.num_blocks * config.cache.block_size
+        self._core = EngineCore(runner, manager, scheduler, Limits(tenants, manager, scheduler), config.debug)
+        max_context = min(size for size in (config.max_context, loaded.max_context, 2**31) if size is not None)
+        self._segmenter = Segmenter(loaded.tokenizer, vocab_tokens=loaded.vocab_size)
+        self._builder = RequestBuilder(loaded, self._segmenter, max_context, pool_tokens, self._get_policies)
+        self._thread = EngineThread(self._core)
+
+    def _get_policies(self) -> PolicySet:
+        return self._policies
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        principal: Principal,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        slots: Mapping[str, str] | None = None,
+        sampling: SamplingParams | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> ChatResult:
+        """Answer a conversation.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}``, oldest first.
+            principal: Who asks, as your own authentication says.
+            tools: Functions the model may call, as JSON schemas.
+            slots: Values of ``{{slot:NAME}}`` in the messages.
+            sampling: How the reply is drawn.
+            template_kwargs: More variables for the chat template, such as ``enable_thinking``.
+            timeout_s: Seconds after which the reply ends with what there is, ``finish_reason`` ``"abort"``.
+
+        Raises:
+            InvalidRequest: If the request cannot be served as written; ``code``, ``path`` and ``hint`` say why.
+            ContextOverflow: If it is too long.
+            UnknownTenant: If the policies do not list the tenant.
+            QueueFull: If too many requests wait.
+            QuotaExceeded: If its tenant's room cannot hold it.
+            EngineClosed: If the engine is closed.
+            ExecutionError: If the model failed on it.
+        """
+        request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s)
+        return self._run(lambda sink: self.prepare_chat(request, sink, streams=False), ChatResult)
+
+    def stream(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        principal: Principal,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        slots: Mapping[str, str] | None = None,
+        sampling: SamplingParams | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> TokenStream:
+        """Answer a conversation piece by piece; arguments and errors as in :meth:`chat`.
+
+        The request starts at once. ``close()``, leaving a ``with`` block, or dropping the stream cancels it.
+        """
+        item = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s)
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        request = self.prepare_chat(item, events.put, streams=True)
+        self.submit(request)
+        return TokenStream(events, lambda: self.cancel(request))
+
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        principal: Principal,
+        sampling: SamplingParams | None = None,
+        timeout_s: float | None = None,
+    ) -> ChatResult:
+        """Continue raw text or token ids, without a template; errors as in :meth:`chat`."""
+        return self._run(lambda sink: self.prepare_text(prompt, principal, sampling, timeout_s, sink), ChatResult)
+
+    def chat_batch(self, requests: Sequence[ChatRequest], *, return_exceptions: bool = False) -> list[Any]:
+        """Answer many requests at once, batched continuously; results in order.
+
+        Args:
+            requests: What :meth:`chat` takes, as values.
+            return_exceptions: Put the error of a request in its place instead of raising the first one when all
+                have ended.
+
+        Raises:
+            InvalidRequest: And the other errors of :meth:`chat`, for the first request that failed. What is wrong
+                with a request as written is raised before any of them starts.
+        """
+        prepared: list[LiveRequest | Exception] = []
+        events: list[queue.SimpleQueue[Event]] = []
+        for place, item in enumerate(requests):
+            sink: queue.SimpleQueue[Event] = queue.SimpleQueue()
+            events.append(sink)
+            try:
+                prepared.append(self.prepare_chat(item, sink.put, streams=False, path=f"requests[{place}]."))
+            except Exception as error:
+                if not return_exceptions:
+                    raise
+                prepared.append(error)
+        results: list[Any] = []
+        try:
+            for request in prepared:
+                if isinstance(request, LiveRequest):
+                    self.submit(request)
+            for request, sink in zip(prepared, events, strict=True):
+                results.append(sink.get() if isinstance(request, LiveRequest) else request)
+        finally:
+            for request in prepared[len(results) :]:
+                if isinstance(request, LiveRequest):
+                    self.cancel(request)
+        if not return_exceptions:
+            for result in results:
+                if isinstance(result, Exception):
+                    raise result
+        return results
+
+    # -- cache control ---------------------------------------------------------------------------------------------
+
+    def explain(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        principal: Principal,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        slots: Mapping[str, str] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> CacheReport:
+        """Report what of a request would hit now, and why the rest would not. Runs and changes nothing."""
+        prompt, scopes = self._builder.chat_prompt(messages, principal, tools, slots, template_kwargs)
+        return self._thread.call(lambda: self._core.explain(prompt, scopes))
+
+    def publish(
+        self,
+        messages_or_text: Sequence[Mapping[str, Any]] | str,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tenant: str | None = None,
+    ) -> Publication:
+        """Compute text ahead of time and keep it in the cache until :meth:`unpublish`.
+
+        Args:
+            messages_or_text: The leading messages of the prompts to come (rendered without a generation prompt), or
+                raw text.
+            tools: Tools rendered with the messages.
+            tenant: Who may use it; None makes it public to every tenant, so publish only what everybody may know.
+
+        Raises:
+            QuotaExceeded: If pinning it would leave no room for other requests.
+            InvalidRequest: And the other errors of :meth:`chat`.
+        """
+        return self._run(lambda sink: self.prepare_publication(messages_or_text, tools, tenant, sink), Publication)
+
+    def unpublish(self, publication: str | Publication) -> bool:
+        """Let published text be evicted like any other; return whether there was such a publication."""
+        handle = publication.id if isinstance(publication, Publication) else publication
+        return self._thread.call(lambda: self._core.unpublish(handle))
+
+    def purge(self, tenant: str | None = None, user: str | None = None, session: str | None = None) -> PurgeReceipt:
+        """Destroy what is cached for an identity, now: abort its requests, free its blocks, overwrite them with zeros.
+
+        Without arguments everything goes, public text included. A tenant's publications go with the tenant.
+        """
+        return self._thread.call(lambda: self._core.purge(tenant, user, session))
+
+    def end_session(self, principal: Principal) -> int:
+        """Say that a conversation is over: its blocks are the first to be evicted. Returns how many there are."""
+        if not isinstance(principal, Principal):
+            raise InvalidRequest("missing_principal", "principal", "say whose session ended")
+        return self._thread.call(lambda: self._core.end_session(principal))
+
+    def reload_policies(self, source: Policies) -> None:
+        """Replace the policies; on an error the old ones stay in force.
+
+        Raises:
+            PolicyError: If the new ones are malformed; the message starts with where.
+        """
+        self._policies = PolicySet.load(source)
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    def stats(self, tenant: str | None = None) -> EngineStats | TenantStats:
+        """Return a snapshot of the engine, or of one tenant."""
+        if tenant is not None:
+            return self._thread.call(lambda: self._core.tenant_stats(tenant))
+        return self._thread.call(self._core.stats)
+
+    def check(self) -> None:
+        """Check every invariant of the cache.
+
+        Raises:
+            IntegrityError: If one does not hold.
+        """
+        self._thread.call(self._core.check)
+
+    def describe(self) -> str:
+        """Return one line about the model, the pool and the attention backend."""
+        spec, blocks = self._runner.spec, self._runner.num_blocks
+        size = blocks * spec.bytes_per_block / 2**20
+        return (
+            f"{self._name}, {self._loaded.dtype} on {self._loaded.device}; pool of {blocks} blocks x "
+            f"{spec.block_size} tokens = {blocks * spec.block_size} tokens, {size:.0f} MiB, format {spec.kv_format}; "
+            f"attention: {self._runner.backend}"
+        )
+
+    def close(self) -> None:
+        """End the engine: what is live fails with ``EngineClosed``. The model stays usable. Idempotent."""
+        self._thread.close()
+        self._runner.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- for other faces of the same engine, such as AsyncEngine ------------------------------------------------------
+
+    def prepare_chat(
+        self, item: ChatRequest, sink: Callable[[Event], None], *, streams: bool, path: str = ""
+    ) -> LiveRequest:
+        """Check and tokenise a chat request without submitting it; ``path`` goes before the path of an error."""
+        try:
+            if not isinstance(item, ChatRequest):
+                raise InvalidRequest("bad_request", "", "must be a ChatRequest")
+            prompt, scopes = self._builder.chat_prompt(
+                item.messages, item.principal, item.tools, item.slots, item.template_kwargs
+            )
+            return self._builder.request(
+                prompt, scopes, item.principal, item.sampling, item.timeout_s, sink, streams=streams
+            )
+        except InvalidRequest as error:
+            if not path:
+                raise
+            raise InvalidRequest(error.code, (path + error.path).rstrip("."), error.hint) from None
+
+    def prepare_text(
+        self,
+        prompt: str | Sequence[int],
+        principal: Principal,
+        sampling: SamplingParams | None,
+        timeout_s: float | None,
+        sink: Callable[[Event], None],
+    ) -> LiveRequest:
+        """Check and tokenise a completion without submitting it."""
+        made, scopes = self._builder.text_prompt(prompt, principal)
+        return self._builder.request(made, scopes, principal, sampling, timeout_s, sink, streams=False)
+
+    def prepare_publication(
+        self,
+        content: Sequence[Mapping[str, Any]] | str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        tenant: str | None,
+        sink: Callable[[Event], None],
+    ) -> LiveRequest:
+        """Check and tokenise a publication without submitting it."""
+        return self._builder.publication(content, tools, tenant, sink)
+
+    def submit(self, request: LiveRequest) -> None:
+        """Hand a prepared request to the engine thread; its sink is called there and must not block."""
+        self._thread.post(lambda: self._core.add(request), request.sink)
+
+    def cancel(self, request: LiveRequest) -> None:
+        """End a submitted request as soon as the step that runs is over; a finished one is left alone."""
+        with contextlib.suppress(EngineClosed):
+            self._thread.post(lambda: self._core.abort(request), lambda error: None)
+
+    def _run(self, prepare: Callable[[Callable[[Event], None]], LiveRequest], kind: type[T]) -> T:
+        """Submit a request that does not stream and wait for its one event; an interrupted wait cancels it."""
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        request = prepare(events.put)
+        self.submit(request)
+        try:
+            event = events.get()
+        except BaseException:
+            self.cancel(request)
+            raise
+        if isinstance(event, kind):
+            return event
+        raise event if isinstance(event, Exception) else ExecutionError("purged before it was complete")
+
+
+def _say(line: str) -> None:
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"prefixkv: {line}", file=sys.stderr, flush=True)
+    else:
+        logger.info(line)

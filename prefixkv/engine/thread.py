@@ -1,0 +1,109 @@
+"""The one thread that runs an engine's steps, and the way into it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from prefixkv.engine.core import EngineCore
+from prefixkv.errors import EngineClosed
+
+__all__ = ["EngineThread"]
+
+logger = logging.getLogger("prefixkv.engine")
+T = TypeVar("T")
+Task = tuple[Callable[[], None], Callable[[Exception], None]]
+
+
+class EngineThread:
+    """Runs steps while there is work and carries out calls between them. All methods are thread-safe."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._tasks: deque[Task] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._cause: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="prefixkv-engine", daemon=True)
+        self._thread.start()
+
+    def post(self, task: Callable[[], None], on_error: Callable[[Exception], None]) -> None:
+        """Run ``task`` on the engine thread between two steps, without waiting.
+
+        Args:
+            task: What to run.
+            on_error: Called instead if the engine ends before it gets to it.
+
+        Raises:
+            EngineClosed: If the engine has ended.
+        """
+        with self._wake:
+            if self._closing:
+                raise self._closed()
+            self._tasks.append((task, on_error))
+            self._wake.notify()
+
+    def call(self, task: Callable[[], T]) -> T:
+        """Run ``task`` on the engine thread between two steps and return what it returns or raise what it raises.
+
+        Raises:
+            EngineClosed: If the engine has ended.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(task())
+            except Exception as error:
+                future.set_exception(error)
+
+        self.post(run, future.set_exception)
+        return future.result()
+
+    def close(self) -> None:
+        """End the thread after the step it is in; what is live fails with ``EngineClosed``. Idempotent."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            logger.exception("the engine thread died")
+            self._cause = error
+        with self._wake:
+            self._closing = True
+            tasks, self._tasks = self._tasks, deque()
+        closed = self._closed()
+        for _, on_error in tasks:
+            on_error(closed)
+        self._core.fail_all(closed)
+
+    def _turn(self) -> bool:
+        """Carry out what was posted and one step; return whether to go on."""
+        with self._wake:
+            while not (self._tasks or self._closing or self._core.has_work):
+                self._wake.wait()
+            if self._closing:
+                return False
+            tasks, self._tasks = self._tasks, deque()
+        for task, _ in tasks:
+            task()
+        if self._core.has_work:
+            self._core.step()
+        return True
+
+    def _closed(self) -> EngineClosed:
+        if self._cause is None:
+            return EngineClosed("the engine is closed")
+        error = EngineClosed(f"the engine died of {type(self._cause).__name__}; see __cause__")
+        error.__cause__ = self._cause
+        return error
