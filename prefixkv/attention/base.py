@@ -4,8 +4,9 @@ Shapes, here and everywhere: T tokens of the packed step, S sequences, H query h
 values), N blocks, B tokens per block, M blocks per sequence, L layers, V vocabulary; G = H / K queries share a kv head.
 
 A step is a list of chunks packed end to end. The key at row ``j`` of a sequence has position ``j``. A query sees row
-``j`` iff ``j < visible_tokens`` of that query and, under a sliding window, ``position - j < window``. The visible length
-belongs to the query token, not to its sequence, so that tokens behind a patched span can be computed in one step.
+``j`` iff ``j < visible_tokens`` of that query and, under a sliding window, ``position - j < window``. The visible
+length belongs to the query token, not to its sequence, so that tokens behind a patched span can be computed in the
+same step.
 """
 
 from __future__ import annotations

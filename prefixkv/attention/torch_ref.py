@@ -1,8 +1,8 @@
 """Attention in plain torch: a slow, obvious oracle and the path that runs everywhere.
 
-The path makes two groups. Sequences with one new token (decodes) are gathered side by side, filled up to the longest and
-attended in one call; a longer chunk is attended alone, in tiles of queries. The G queries that share a kv head are packed as
-if they were G query positions of that head, so K and V are never repeated:
+The path makes two groups. Sequences with one new token (decodes) are gathered side by side, filled up to the longest
+and attended in one call; a longer chunk is attended alone, in tiles of queries. The G queries that share a kv head are
+packed as if they were G query positions of that head, so K and V are never repeated:
 
     q [S, H, D] -> [S, K, G, D]        against k, v [S, K, rows, D]
 
@@ -164,13 +164,13 @@ def _packed_mask(
     if tile.mask is None:
         return None
     name = (key, "added", id(tile), group, dtype)
-    added = meta.scratch.get(name)
+    added: torch.Tensor | None = meta.scratch.get(name)
     if added is None:
         added = torch.zeros(tile.mask.shape, dtype=dtype, device=tile.mask.device).masked_fill_(~tile.mask, -torch.inf)
         if tile.num_queries > 1:
             added = added.repeat(1, 1, group, 1)
         meta.scratch[name] = added
-    return added  # type: ignore[no-any-return]
+    return added
 
 
 def _attend_fp32(

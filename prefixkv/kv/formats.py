@@ -8,6 +8,7 @@ To add a format, write a codec, enter it in :data:`FORMATS` and in ``config.KV_F
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -43,10 +44,7 @@ class Part:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        numbers = 1
-        for size in self.row_shape:
-            numbers *= size
-        return numbers * self.dtype.itemsize
+        return math.prod(self.row_shape) * self.dtype.itemsize
 
 
 class RowCodec(Protocol):

@@ -1,8 +1,9 @@
 """Read a llama-family GGUF file in one pass.
 
-transformers parses such a file three times and asks for its tensor names once per submodule: 18 seconds for the demo model
-on the machine where this takes two. So the plain case is read here: architecture ``llama``, nothing in the header that this
-module does not know. For everything else :func:`read_llama` returns None and transformers does the work.
+transformers parses such a file three times and builds its table of tensor names once per submodule: 18 seconds for the
+demo model on the machine where this takes two. So the plain case is read here: architecture ``llama`` and nothing in
+the header that this module does not know. For everything else :func:`read_llama` returns None and transformers does
+the work.
 
 Source: the GGUF specification (github.com/ggml-org/ggml, docs/gguf.md). Values are unpacked by the ``gguf`` package.
 """

@@ -1,10 +1,10 @@
 """The one seam between transformers and the pool: an attention function that looks up who is calling.
 
 The model object belongs to the user and stays usable by them. For each stock implementation ``X`` we register a twin
-``prefixkv_X``, once as attention and once as mask function. Where no step of ours is active in the calling context, both
-hand over to ``X``: ``hf_model.generate(...)`` gives what it gave before, from any thread, while the engine runs. Where a step is
-active, no mask is made and the step attends through the pool. The step travels in a context variable because some
-models (gpt_neox, stablelm) drop the extra keyword arguments of their forward.
+``prefixkv_X``, once as attention and once as mask function. Where no step of ours is active in the calling context,
+both hand over to ``X``: ``hf_model.generate(...)`` gives what it gave before, from any thread, while the engine runs.
+Where a step is active, no mask is made and the step attends through the pool. The step travels in a context variable
+because some models (gpt_neox, stablelm) drop the extra keyword arguments of their forward.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prefixkv.attention.base import AttentionBackend, AttentionMetadata
 from prefixkv.errors import IntegrityError, UnsupportedModel
@@ -215,7 +217,7 @@ def _mask_twin(stock: str) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         step = _ACTIVE.get()
         if step is None:
-            return AttentionMaskInterface()[stock](*args, **kwargs)
+            return ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, **kwargs)
         return step.mask(kwargs)
 
     return mask
@@ -247,10 +249,10 @@ def _stock_attention(stock: str, module: torch.nn.Module) -> Callable[..., Any]:
         source = sys.modules.get(owner.__module__)
         eager = getattr(source, "eager_attention_forward", None)
         if eager is not None:
-            interface = getattr(source, "ALL_ATTENTION_FUNCTIONS", None) or AttentionInterface()
+            interface = getattr(source, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
             function: Callable[..., Any] = interface.get_interface(stock, eager)
             return function
     if stock == "eager":
         raise IntegrityError(f"no eager attention found for {type(module).__name__}")
-    fallback: Callable[..., Any] = AttentionInterface()[stock]
+    fallback: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[stock]
     return fallback

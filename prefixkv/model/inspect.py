@@ -1,8 +1,8 @@
 """What a model is, found out by looking and by one short forward; and who must be turned away.
 
-Refuse first, from the configuration, with a reason that a reader can act on. Then observe, do not guess: in a short forward
-each attention call tells its layer, its shapes and its options, and each mask that the model asks for is tried on a few
-pairs of positions, so a window is known from what the model does and not from what a field is called.
+Refuse first, from the configuration, with a reason that a reader can act on. Then observe, do not guess: in a short
+forward each attention call tells its layer, its shapes and its options, and each mask that the model asks for is tried
+on a few pairs of positions, so a window is known from what the model does and not from what a field is called.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def _reasons(model: PreTrainedModel, config: Any, text: Any) -> Iterator[str]:
             yield f"RoPE of type {rope!r} changes with the length of the batch, so cached keys would become wrong"
     if getattr(text, "is_causal", True) is False or getattr(text, "use_bidirectional_attention", None):
         yield "attention is not causal"
-    if model.get_output_embeddings() is None:
+    head: torch.nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None:
         yield "there is no language-model head; load it with AutoModelForCausalLM"
     parameters = python_inspect.signature(model.forward).parameters
     if "position_ids" not in parameters:
@@ -140,11 +141,10 @@ def observe(model: PreTrainedModel) -> ModelShape:
         UnsupportedModel: If a call shows something the pool cannot reproduce, or layers are missing.
     """
     probe = _Probe()
-    vocab_size = model.get_input_embeddings().num_embeddings
-    ids = torch.arange(1, 1 + _PROBE_TOKENS, device=model.device)[None] % vocab_size
+    config = model.config.get_text_config(decoder=True)
+    ids = torch.arange(1, 1 + _PROBE_TOKENS, device=model.device)[None] % config.vocab_size
     with torch.inference_mode(), active_step(probe):
         model(input_ids=ids, position_ids=torch.arange(_PROBE_TOKENS, device=model.device)[None], use_cache=False)
-    config = model.config.get_text_config(decoder=True)
     expected: int = config.num_hidden_layers
     if sorted(probe.calls) != list(range(expected)) or probe.count != expected:
         raise UnsupportedModel(
@@ -220,10 +220,10 @@ class _Probe:
         if mask is None:
             window = options.get("sliding_window")
             return int(window) if window is not None else None
-        marks = mask.unique()
-        if len(marks) != 1 or float(marks) < 0:
+        mark = float(mask.flatten()[0])
+        if mark < 0 or not bool((mask == mark).all()):
             raise UnsupportedModel(f"{type(module).__name__}: the model builds its own attention mask")
-        return int(marks) or None
+        return int(mark) or None
 
 
 def _window_of(function: Callable[..., Any], local_size: int | None) -> int | None:

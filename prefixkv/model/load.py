@@ -50,7 +50,7 @@ class LoadedModel:
         max_context: Most positions it was made for; None if it states no limit.
         vocab_size: Width of its logits.
         fingerprint: Digest of everything that decides the rows of K and V besides the pool's own format: configuration
-            (with RoPE), dtype, weights (names, shapes and a sample of each, adapters included), tokenizer, chat template.
+            (with RoPE), dtype, weights (names, shapes and a sample of each, adapters included), tokenizer, template.
     """
 
     model: PreTrainedModel
@@ -88,7 +88,8 @@ def load(
             model, tokenizer = _load_gguf(path, TORCH_DTYPES["bfloat16" if dtype == "auto" else dtype], progress)
         else:
             model, tokenizer = _load_pretrained(name, dtype, progress)
-    loaded = wrap(model.to(target), tokenizer)
+    model.to(device=target)  # type: ignore[call-arg]
+    loaded = wrap(model, tokenizer)
     progress(f"loaded {name}: {loaded.dtype} on {target} ({time.monotonic() - started:.1f} s)")
     return loaded
 
@@ -104,7 +105,7 @@ def wrap(hf_model: Any, hf_tokenizer: Any) -> LoadedModel:
         raise ConfigError(f"model: expected a transformers model, got {type(hf_model).__name__}")
     if not isinstance(hf_tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"tokenizer: expected a transformers tokenizer, got {type(hf_tokenizer).__name__}")
-    model.eval()
+    model.train(False)
     text = model.config.get_text_config(decoder=True)
     return LoadedModel(
         model=model,
@@ -157,7 +158,7 @@ def _load_gguf(
         if plain is None:
             progress(f"{path.name}: not a plain llama file, reading it the slow way")
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=path.name)
-            model = AutoModelForCausalLM.from_pretrained(
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 folder, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
             )
         else:
@@ -203,12 +204,12 @@ def _load_pretrained(
 def _quiet_transformers() -> Iterator[None]:
     """Hide transformers' progress bars while we report in lines of our own."""
     shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -39,7 +39,12 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: PreTrainedModel, attachment: Attachment, shape: ModelShape, storage: KVStorage, choice: BackendChoice
+        self,
+        model: PreTrainedModel,
+        attachment: Attachment,
+        shape: ModelShape,
+        storage: KVStorage,
+        choice: BackendChoice,
     ) -> None:
         """Put the parts together; :meth:`build` makes them."""
         self.spec = storage.spec
@@ -164,6 +169,8 @@ class ModelRunner:
                 chunks, block_size=block_size, num_blocks=len(ids), device=storage.device, all_logits=True
             )
             logits = self._forward(batch, storage).cpu()
-            for (i, s, e), part in zip(spans, logits.split([e - s for _, s, e in spans]), strict=True):
-                rows[i].append(part)
+            row = 0
+            for i, s, e in spans:
+                rows[i].append(logits[row : row + e - s])
+                row += e - s
         return [torch.cat(parts) for parts in rows]
