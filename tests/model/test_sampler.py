@@ -154,7 +154,7 @@ def test_bias_and_penalties_match_plain_python(
     frequency: float,
     bias: dict[int, float],
 ) -> None:
-    """More distinct tokens than the counters start with, so they grow; presence and frequency ignore the prompt."""
+    """Bias first, then repetition, then frequency and presence, which ignore the prompt."""
     params = SamplingParams(
         repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias
     )
@@ -172,6 +172,16 @@ def test_bias_and_penalties_match_plain_python(
     row = torch.tensor(logits)
     state.process(row)
     torch.testing.assert_close(row, torch.tensor(expected), atol=1e-4, rtol=1e-5)
+
+
+def test_counters_grow_with_the_reply() -> None:
+    """A reply may hold any number of distinct tokens."""
+    state = SamplerState(SamplingParams(frequency_penalty=1.0), [], 1000)
+    for token_id in [*range(500), *range(250)]:
+        state.append(token_id)
+    row = torch.zeros(1000)
+    state.process(row)
+    assert row.tolist() == [-2.0] * 250 + [-1.0] * 250 + [0.0] * 500
 
 
 def test_prompt_ids_without_a_logit_are_ignored() -> None:
