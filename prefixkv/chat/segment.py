@@ -48,7 +48,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids and the segments that tile them without gap or overlap."""
+    """Token ids and the segments that tile them without gap or overlap.
+
+    Attributes:
+        token_ids: What the model reads.
+        segments: Their parts, in order.
+        warnings: What the caller should know about how the prompt was made; never quotes content.
+    """
 
     token_ids: Sequence[int]
     segments: tuple[Segment, ...]
+    warnings: tuple[str, ...] = ()

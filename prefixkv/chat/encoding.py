@@ -1,0 +1,256 @@
+"""Text to token ids, and characters to tokens, with control tokens kept out of the content."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prefixkv.errors import InvalidRequest
+
+__all__ = ["Encoded", "Encoder"]
+
+# The tokenizer's own marks around control tokens in content. Using the same two means that whatever it does with
+# them (it drops them from content, and breaks the text where one stands alone) happens here too.
+_OPEN, _CLOSE = "\U000f0000", "\U000f0001"
+_MARKS = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLOSE}]")
+# Runs of one character that tokenizers shorten: if one of them takes fewer tokens than the longest token explains,
+# characters are dropped or fused, and their number says nothing about the number of tokens.
+_RUNS = (" ", "\n", "\t", "a", "\u0301", "\ue123", "\U0001f9ff", "\x01", "\u200b", "\u4e2d")
+_RUN_LENGTH = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Token ids of a text.
+
+    Attributes:
+        token_ids: The ids.
+        ends: For each token, how many characters of the text end with it at the latest; None if unknown.
+    """
+
+    token_ids: list[int]
+    ends: list[int] | None
+
+
+class Encoder:
+    """A private copy of a tokenizer, safe to call from many threads.
+
+    Encoding text with its control tokens split changes a setting of the tokenizer for a moment, so other threads, and
+    other engines on the same tokenizer, would now and then get wrong ids: hence the copy, and a lock around it.
+
+    Attributes:
+        tokenizer: The copy. Only this class may encode with it; rendering and decoding are free.
+        vocab_tokens: One more than the highest token id.
+        longest_token_chars: Most characters that a token of running text stands for, or None where the tokenizer
+            drops or fuses characters.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = _private_copy(tokenizer)
+        self._lock = threading.Lock()
+        self._has_offsets = bool(getattr(self.tokenizer, "is_fast", False))
+        vocab: Mapping[str, int] = self.tokenizer.get_vocab()
+        self.vocab_tokens = max(vocab.values(), default=-1) + 1
+        self._controls = _control_tokens(self.tokenizer)
+        # Longer tokens first: one token may be the beginning of another.
+        spelt = sorted(self._controls, key=len, reverse=True)
+        self._control_re = re.compile("|".join(map(re.escape, spelt)) or "(?!)")
+        self._first_chars = tuple(sorted({token[0] for token in spelt}))
+        self.longest_token_chars = self._longest(vocab)
+
+    # -- control tokens ------------------------------------------------------------------------------------------
+
+    def spells_control(self, value: Any, path: str) -> bool:
+        """Return whether any text in plain data spells a control token; changes nothing.
+
+        Raises:
+            InvalidRequest: ``control_token`` if a key of a mapping does: keys cannot be marked.
+        """
+        if isinstance(value, str):
+            return any(char in value for char in self._first_chars) and bool(self._control_re.search(value))
+        if isinstance(value, Mapping):
+            if any(self.spells_control(key, path) for key in value):
+                raise InvalidRequest("control_token", path, "a key spells a control token of the model; rename it")
+            return any([self.spells_control(item, path) for item in value.values()])
+        if isinstance(value, list):
+            return any([self.spells_control(item, path) for item in value])
+        return False
+
+    def mark(self, value: Any) -> Any:
+        """Return plain data with every control token spelt in it marked as text; changes nothing."""
+        if isinstance(value, str):
+            bare = value.replace(_OPEN, "").replace(_CLOSE, "")
+            return self._control_re.sub(lambda match: f"{_OPEN}{match[0]}{_CLOSE}", bare)
+        if isinstance(value, Mapping):
+            return {key: self.mark(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.mark(item) for item in value]
+        return value
+
+    # -- encoding ------------------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> Encoded:
+        """Return the ids of rendered text; no special tokens are added."""
+        with self._lock:
+            encoded = self._encode(text)
+        self._check_forged(text, encoded)
+        return encoded
+
+    def encode_marked(self, text: str, reference: Callable[[Any], Any]) -> Encoded:
+        """Return the ids of text rendered from marked content, control tokens in it as plain text.
+
+        Args:
+            text: The rendered text with its marks.
+            reference: Called with the tokenizer, returns the ids that it makes itself. They are what counts; the
+                ends come from our own encoding, piece by piece, and only if it makes the same ids.
+
+        Raises:
+            InvalidRequest: ``control_token`` if the tokenizer cannot write a control token as text.
+        """
+        with self._lock:
+            try:
+                token_ids = list(reference(self.tokenizer))
+            except ValueError:  # its message quotes the token, so it is not passed on
+                raise InvalidRequest(
+                    "control_token", "messages", "spells a control token that this tokenizer cannot write as plain text"
+                ) from None
+            mine = self._encode_pieces(text)
+        encoded = Encoded(token_ids, mine.ends if mine.token_ids == token_ids else None)
+        self._check_forged(_MARKS.sub("\0", text), encoded)
+        return encoded
+
+    def encode_with_special(self, text: str) -> list[int]:
+        """Return the ids of raw text with the special tokens that the tokenizer adds by default."""
+        with self._lock:
+            return list(self.tokenizer(text, padding=False, truncation=False, verbose=False)["input_ids"])
+
+    def cut(self, text: str, encoded: Encoded, positions: Iterable[int], is_marked: bool) -> list[int]:
+        """Return, for each position in the text, how many tokens hold nothing from there on.
+
+        A token that straddles a position is not counted: it holds later text. Without ends, the text up to the
+        position is encoded alone, and the tokens that it shares with the whole count.
+        """
+        if encoded.ends is not None:
+            return [bisect_right(encoded.ends, position) for position in positions]
+        return [self._shared_tokens(text, encoded.token_ids, position, is_marked) for position in positions]
+
+    def _shared_tokens(self, text: str, token_ids: list[int], position: int, is_marked: bool) -> int:
+        if position >= len(text):
+            return len(token_ids)
+        with self._lock:
+            alone = (self._encode_pieces if is_marked else self._encode)(text[:position]).token_ids
+        return next((i for i, pair in enumerate(zip(alone, token_ids, strict=False)) if pair[0] != pair[1]), len(alone))
+
+    def _encode(self, text: str, **kwargs: Any) -> Encoded:
+        out = self.tokenizer(
+            text,
+            add_special_tokens=False,
+            padding=False,
+            truncation=False,
+            return_offsets_mapping=self._has_offsets,
+            verbose=False,
+            **kwargs,
+        )
+        return Encoded(list(out["input_ids"]), _ends(out["offset_mapping"]) if self._has_offsets else None)
+
+    def _encode_pieces(self, text: str) -> Encoded:
+        """Encode marked text: what is marked as plain text, the rest as it is.
+
+        Source: ``sanitize_control_tokens`` of transformers, whose ids this must reproduce; we add the ends.
+        """
+        newline = self._encode("\n").token_ids
+        token_ids: list[int] = []
+        ends: list[int] | None = [] if self._has_offsets else None
+        position = 0
+        for start, end, is_text in _pieces(text):
+            options = {"split_special_tokens": True} if is_text else {}
+            # After the first piece, a newline in front keeps SentencePiece from adding its leading space.
+            piece, skip, shift = self._encode(text[start:end], **options), 0, 0
+            if position:
+                behind = self._encode("\n" + text[start:end], **options)
+                if behind.token_ids[: len(newline)] == newline:
+                    piece, skip, shift = behind, len(newline), 1
+            token_ids += piece.token_ids[skip:]
+            if ends is not None and piece.ends is not None:
+                ends += [start + end_ - shift for end_ in piece.ends[skip:]]
+            position = end
+        return Encoded(token_ids, ends)
+
+    def _check_forged(self, text: str, encoded: Encoded) -> None:
+        """Refuse a control token made by the tokenizer's normaliser from text that does not spell it."""
+        suspects = {index: token for token, (index, normalized) in self._controls.items() if normalized}
+        if not suspects:
+            return
+        spelt = {token: text.count(token) for token in suspects.values()}
+        made = dict.fromkeys(suspects, 0)
+        for index in encoded.token_ids:
+            if index in made:
+                made[index] += 1
+        if any(made[index] > spelt[token] for index, token in suspects.items()):
+            raise InvalidRequest("control_token", "messages", "text that the tokenizer turns into a control token")
+
+    # -- bounds --------------------------------------------------------------------------------------------------
+
+    def _longest(self, vocab: Mapping[str, int]) -> int | None:
+        longest = max(map(len, vocab), default=1)
+        for char in _RUNS:
+            with self._lock:
+                tokens = len(self._encode(char * _RUN_LENGTH).token_ids)
+            if tokens * longest < _RUN_LENGTH:
+                return None
+        return longest
+
+
+def _private_copy(tokenizer: Any) -> Any:
+    try:
+        return copy.deepcopy(tokenizer)
+    except Exception:  # a tokenizer of the caller's own making need not be copyable; it then shares its state with us
+        return tokenizer
+
+
+def _control_tokens(tokenizer: Any) -> dict[str, tuple[int, bool]]:
+    """Return the control tokens' text -> (id, whether the normaliser runs before they are matched)."""
+    declared = set(getattr(tokenizer, "chat_control_tokens", None) or ())
+    template = getattr(tokenizer, "chat_template", None)
+    written = template if isinstance(template, str) else "\0".join((template or {}).values())
+    found: dict[str, tuple[int, bool]] = {}
+    for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
+        text = str(token.content)
+        if text and (token.special or text in declared or (text in written and not text.isspace())):
+            found[text] = (int(index), bool(getattr(token, "normalized", False)))
+    return found
+
+
+def _pieces(text: str) -> list[tuple[int, int, bool]]:
+    """Return (start, end, is marked) of the pieces of marked text that hold anything."""
+    pieces: list[tuple[int, int, bool]] = []
+    position = 0
+    for match in _MARKS.finditer(text):
+        pieces.append((position, match.start(), False))
+        if match[1] is not None:
+            pieces.append((match.start(1), match.end(1), True))
+        position = match.end()
+    pieces.append((position, len(text), False))
+    return [piece for piece in pieces if piece[0] < piece[1]]
+
+
+def _ends(offsets: Sequence[tuple[int, int]]) -> list[int] | None:
+    """Return each token's end, or None if the offsets do not run forward.
+
+    A token without characters of its own (a lone space whose offsets were trimmed) takes the end of the next token,
+    so that it never counts as earlier than it is.
+    """
+    ends = [0] * len(offsets)
+    following = None
+    for i in range(len(offsets) - 1, -1, -1):
+        start, end = offsets[i]
+        ends[i] = following if start == end and following is not None else end
+        following = ends[i]
+    if any(ends[i] > ends[i + 1] for i in range(len(ends) - 1)):
+        return None
+    return ends

@@ -1,0 +1,163 @@
+"""Why a prompt hit or missed: per segment, in words, without a word of its content."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefixkv.chat.segment import Prompt, SegmentKind
+
+__all__ = ["CacheReport", "MissReason", "SegmentReport", "build_report"]
+
+_CODES = {
+    SegmentKind.SLOT: "slot_changed",
+    SegmentKind.TOOLS: "tools_changed",
+    SegmentKind.PREAMBLE: "system_changed",
+    SegmentKind.SYSTEM: "system_changed",
+    SegmentKind.FEW_SHOT: "system_changed",
+    SegmentKind.TEXT: "text_changed",
+}
+_HINTS = {
+    "first_seen": "nothing from here on is known in this scope; the next request that begins alike will hit",
+    "slot_changed": "the slot's value changed and stands before text that did not; move it as far back as it can go",
+    "tools_changed": "the tools differ from the last request's; keep their order, names and descriptions the same",
+    "system_changed": "the system text differs from here on; keep it the same, and declare what must change as a slot",
+    "history_edited": "an earlier turn differs from what was sent before; send earlier turns back unchanged",
+    "text_changed": "the text differs from here on; put what changes at the end",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentReport:
+    """One segment and how much of it was cached. Frozen.
+
+    Attributes:
+        kind: Kind of the segment, such as ``"system"``.
+        role: Role of its message, or None.
+        start: First token.
+        end: One past the last token.
+        tokens: Its tokens.
+        cached_tokens: Those that were not computed.
+        scope: How far it is shared, such as ``"tenant"``.
+    """
+
+    kind: str
+    role: str | None
+    start: int
+    end: int
+    tokens: int
+    cached_tokens: int
+    scope: str
+
+
+@dataclass(frozen=True, slots=True)
+class MissReason:
+    """Where and why reuse ended before the current turn. Frozen.
+
+    Attributes:
+        code: ``first_seen``, ``slot_changed``, ``tools_changed``, ``system_changed``, ``history_edited``,
+            ``text_changed``.
+        segment: Index of the segment where it ended.
+        token: First token that was not cached.
+        tokens_lost: Tokens from there to the current turn, all of which had to be computed.
+        hint: What to do. Quotes no content.
+    """
+
+    code: str
+    segment: int
+    token: int
+    tokens_lost: int
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What of a prompt was cached. Frozen; ``str(report)`` is a table.
+
+    Attributes:
+        segments: Its segments.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Those that were not computed.
+        miss: Why no more, or None where everything before the current turn was cached.
+        warnings: What the caller should know; quotes no content.
+    """
+
+    segments: tuple[SegmentReport, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    miss: MissReason | None
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("segment", "role", "scope", "tokens", "cached", "start", "end")]
+        for part in self.segments:
+            numbers = (part.tokens, part.cached_tokens, part.start, part.end)
+            rows.append((part.kind, part.role or "-", part.scope, *map(str, numbers)))
+        rows.append(("total", "", "", str(self.prompt_tokens), str(self.cached_tokens), "", ""))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column < 3 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        if self.miss is not None:
+            miss = self.miss
+            lines.append(
+                f"miss: {miss.code} at token {miss.token} (segment {miss.segment}), {miss.tokens_lost} tokens lost"
+            )
+            lines.append(f"      {miss.hint}")
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def build_report(prompt: Prompt, cached_tokens: int, diverged: bool) -> CacheReport:
+    """Return the report of a prompt; changes nothing.
+
+    Args:
+        prompt: The prompt.
+        cached_tokens: How many of its first tokens were cached.
+        diverged: Whether what the principal can reach in the cache goes on differently there. It must not depend on
+            anything the principal cannot reach.
+    """
+    total = len(prompt.token_ids)
+    parts = tuple(
+        SegmentReport(
+            part.kind.value,
+            part.role,
+            part.start,
+            part.end,
+            part.end - part.start,
+            min(max(cached_tokens - part.start, 0), part.end - part.start),
+            part.scope.label,
+        )
+        for part in prompt.segments
+    )
+    return CacheReport(parts, total, cached_tokens, _miss(prompt, cached_tokens, diverged), prompt.warnings)
+
+
+def _miss(prompt: Prompt, cached_tokens: int, diverged: bool) -> MissReason | None:
+    turn = _current_turn(prompt)
+    if cached_tokens >= turn:
+        return None
+    index = next(i for i, part in enumerate(prompt.segments) if cached_tokens < part.end)
+    code = _CODES.get(prompt.segments[index].kind, "history_edited") if diverged else "first_seen"
+    return MissReason(code, index, cached_tokens, turn - cached_tokens, _HINTS[code])
+
+
+def _current_turn(prompt: Prompt) -> int:
+    """Return where the current turn starts: the last user message, or the generation prompt, or the last token."""
+    last_token = len(prompt.token_ids) - 1
+    parts = prompt.segments
+    users = [i for i, part in enumerate(parts) if part.kind is SegmentKind.USER]
+    if users:
+        first = users[-1]
+        # Slots cut a message in pieces; they carry its role.
+        while (
+            first and parts[first - 1].kind in (SegmentKind.USER, SegmentKind.SLOT) and parts[first - 1].role == "user"
+        ):
+            first -= 1
+        return min(parts[first].start, last_token)
+    if parts and parts[-1].kind is SegmentKind.GENERATION_PROMPT:
+        return min(parts[-1].start, last_token)
+    return last_token

@@ -1,0 +1,230 @@
+"""Messages in, prompt out: exactly the tokenizer's ids, and what each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prefixkv.chat.encoding import Encoded, Encoder
+from prefixkv.chat.messages import check_messages, check_template_kwargs, check_text, check_tools, total_characters
+from prefixkv.chat.profile import TemplateProfile, recognise
+from prefixkv.chat.regions import Label, Layout, lay_out_by_prefixes, lay_out_with_anchors
+from prefixkv.chat.rendering import Anchors, ChatInput
+from prefixkv.chat.segment import Prompt, Segment, SegmentKind
+from prefixkv.chat.slots import FilledMessages, fill_slots
+from prefixkv.errors import ContextOverflow, InvalidRequest
+from prefixkv.policy import TenantPolicy
+from prefixkv.scope import ScopeLevel
+
+__all__ = ["Segmenter"]
+
+
+class Segmenter:
+    """Turns chats into prompts for one tokenizer. Holds nothing of a request; safe to call from many threads.
+
+    The tokenizer is copied, template included, so later changes to it are not seen.
+
+    Args:
+        tokenizer: A tokenizer with ``apply_chat_template`` and ``get_vocab``.
+        template: Facts of its chat template; None finds them out, by rendering.
+        vocab_tokens: Token ids that the model takes are below this; None means as many as the tokenizer knows.
+
+    Attributes:
+        profile: Facts of the chat template; None where the tokenizer has none.
+    """
+
+    def __init__(
+        self, tokenizer: Any, template: TemplateProfile | None = None, *, vocab_tokens: int | None = None
+    ) -> None:
+        self._encoder = Encoder(tokenizer)
+        self._tokenizer = self._encoder.tokenizer
+        self._vocab_tokens = self._encoder.vocab_tokens if vocab_tokens is None else vocab_tokens
+        has_template = bool(getattr(self._tokenizer, "chat_template", None))
+        self.profile = (template or recognise(self._tokenizer)) if has_template else None
+
+    def segment(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        policy: TenantPolicy,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        slots: Mapping[str, str] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+    ) -> Prompt:
+        """Return the prompt of a chat; changes nothing.
+
+        The ids are those of ``tokenizer.apply_chat_template(messages, tools=..., ...)``, with its
+        ``sanitize_control_tokens`` where anything the caller sent spells a control token: content cannot forge one.
+
+        Args:
+            messages: The conversation; see :func:`~prefixkv.chat.messages.check_messages`.
+            policy: The tenant's rules: scopes and slots.
+            tools: JSON schemas of tools.
+            slots: Values of the slots.
+            add_generation_prompt: Whether the assistant's header ends the prompt.
+            continue_final_message: Leave the last message open, for the model to go on with. Then there is no
+                generation prompt, whatever ``add_generation_prompt`` says.
+            template_kwargs: More template variables, such as ``enable_thinking``. They are the operator's and are
+                shared like system text; only with ``documents`` is everything as narrow as history.
+            limit: Most tokens the prompt may have.
+
+        Raises:
+            InvalidRequest: ``no_chat_template``, ``template_rejected``, ``control_token``, ``empty_prompt``, or what
+                the checks of messages, tools, slots and template_kwargs find.
+            ContextOverflow: If the prompt is longer than ``limit`` or the policy's ``max_prompt_tokens``; very long
+                text is refused before it is rendered.
+        """
+        if self.profile is None:
+            hint = "the tokenizer has no chat template; use engine.complete or set tokenizer.chat_template"
+            raise InvalidRequest("no_chat_template", "messages", hint)
+        filled = fill_slots(check_messages(messages), slots)
+        chat = ChatInput(
+            self._tokenizer,
+            filled.messages,
+            check_tools(tools),
+            check_template_kwargs(template_kwargs),
+            bool(add_generation_prompt) and not continue_final_message,
+            bool(continue_final_message),
+        )
+        self._refuse_early(total_characters(filled.messages), policy, limit)
+        inputs = [list(chat.messages), chat.tools, chat.template_kwargs]
+        names = ("messages", "tools", "template_kwargs")
+        is_marked = any([self._encoder.spells_control(value, path) for value, path in zip(inputs, names, strict=True)])
+        shown = self._marked(chat) if is_marked else chat
+        text = shown.render()
+        encoded = self._encoder.encode_marked(text, chat.reference_ids) if is_marked else self._encoder.encode(text)
+        if not encoded.token_ids:
+            raise InvalidRequest("empty_prompt", "messages", "the chat template renders nothing for these messages")
+        _refuse(len(encoded.token_ids), policy, limit)
+        layout = self._lay_out(chat, shown, filled, text, is_marked)
+        segments = self._segments(text, encoded, layout, policy, is_marked, "documents" in chat.template_kwargs)
+        warnings = (*filled.warnings, *layout.warnings, *self.profile.warnings)
+        return Prompt(tuple(encoded.token_ids), segments, warnings)
+
+    def segment_text(self, prompt: str | Sequence[int], *, policy: TenantPolicy, limit: int | None = None) -> Prompt:
+        """Return the prompt of raw text or token ids: one segment of kind ``text``; changes nothing.
+
+        Text gets the special tokens that the tokenizer adds by default, and control tokens spelt in it count.
+
+        Raises:
+            InvalidRequest: ``empty_prompt``, ``bad_prompt``, ``bad_token_id`` or ``invalid_text``.
+            ContextOverflow: If the prompt is longer than ``limit`` or the policy's ``max_prompt_tokens``.
+        """
+        if isinstance(prompt, str):
+            self._refuse_early(len(prompt), policy, limit)
+            token_ids = self._encoder.encode_with_special(check_text(str(prompt), "prompt")) if prompt else []
+        else:
+            token_ids = self._check_ids(prompt)
+        if not token_ids:
+            raise InvalidRequest("empty_prompt", "prompt", "give text or token ids")
+        _refuse(len(token_ids), policy, limit)
+        scope = policy.scope_level("text")
+        return Prompt(tuple(token_ids), (Segment(SegmentKind.TEXT, 0, len(token_ids), scope),))
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    def _check_ids(self, prompt: object) -> list[int]:
+        if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
+            raise InvalidRequest("bad_prompt", "prompt", "must be text or a list of token ids")
+        for i, token in enumerate(prompt):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_tokens:
+                hint = f"must be a whole number from 0 to {self._vocab_tokens - 1}"
+                raise InvalidRequest("bad_token_id", f"prompt[{i}]", hint)
+        return [int(token) for token in prompt]
+
+    def _refuse_early(self, characters: int, policy: TenantPolicy, limit: int | None) -> None:
+        """Refuse text that cannot fit however well it is tokenised, before any work on it."""
+        if self._encoder.longest_token_chars is not None:
+            _refuse(characters // self._encoder.longest_token_chars, policy, limit)
+
+    # -- layout --------------------------------------------------------------------------------------------------
+
+    def _marked(self, chat: ChatInput) -> ChatInput:
+        mark = self._encoder.mark
+        return ChatInput(
+            chat.tokenizer,
+            mark(list(chat.messages)),
+            mark(chat.tools),
+            mark(chat.template_kwargs),
+            chat.add_generation_prompt,
+            chat.continue_final_message,
+        )
+
+    def _lay_out(self, chat: ChatInput, shown: ChatInput, filled: FilledMessages, text: str, is_marked: bool) -> Layout:
+        anchors = Anchors(filled.messages, filled.spans)
+        placed = self._encoder.mark(anchors.messages) if is_marked else anchors.messages
+        anchored = ChatInput(
+            shown.tokenizer,
+            placed,
+            shown.tools,
+            shown.template_kwargs,
+            shown.add_generation_prompt,
+            shown.continue_final_message,
+        )
+        layout = lay_out_with_anchors(anchored, anchors, text)
+        if layout is None:
+            slots = [(i, span.name) for i, spans in enumerate(filled.spans) for span in spans]
+            layout = lay_out_by_prefixes(shown, slots, text)
+        return layout
+
+    def _segments(
+        self, text: str, encoded: Encoded, layout: Layout, policy: TenantPolicy, is_marked: bool, has_documents: bool
+    ) -> tuple[Segment, ...]:
+        """Return segments that tile the tokens, each with the narrowest scope up to its end."""
+        regions = _merged(layout.starts, len(text), is_coarse=encoded.ends is None)
+        starts = [start for start, _ in regions]
+        ends = [*self._encoder.cut(text, encoded, starts[1:], is_marked), len(encoded.token_ids)]
+        narrowed = sorted(layout.narrowed, key=lambda item: item[0])
+        narrow_at = self._encoder.cut(text, encoded, [place for place, _ in narrowed], is_marked)
+        levels = [_level(label.kind, label.name, policy) for _, label in narrowed]
+        pending = list(zip(narrow_at, levels, strict=True))
+        scope = policy.scope_level("history") if has_documents else ScopeLevel.PUBLIC
+        segments: list[Segment] = []
+        owner: Any = None
+        position = 0
+        for (_, label), end in zip(regions, ends, strict=True):
+            scope = max(scope, _level(label.kind, label.name, policy))
+            while position < end:
+                while pending and pending[0][0] <= position:
+                    scope = max(scope, pending.pop(0)[1])
+                stop = min(end, pending[0][0]) if pending else end
+                if segments and owner == (label, scope):
+                    segments[-1] = Segment(label.kind, segments[-1].start, stop, scope, label.role, label.name)
+                else:
+                    segments.append(Segment(label.kind, position, stop, scope, label.role, label.name))
+                owner = (label, scope)
+                position = stop
+        return tuple(segments)
+
+
+def _merged(starts: Sequence[tuple[int, Label]], length: int, *, is_coarse: bool) -> list[tuple[int, Label]]:
+    """Drop stretches without characters, but keep empty slots: what follows them depends on their being empty.
+
+    Where each cut costs an encoding, turns of the history become one stretch.
+    """
+    kept: list[tuple[int, Label]] = []
+    for i, (start, label) in enumerate(starts):
+        end = starts[i + 1][0] if i + 1 < len(starts) else length
+        is_turn = label.kind is SegmentKind.HISTORY
+        if start == end and label.kind is not SegmentKind.SLOT:
+            continue
+        if kept and (kept[-1][1] == label or (is_coarse and is_turn and kept[-1][1].kind is SegmentKind.HISTORY)):
+            continue
+        kept.append((start, label))
+    return kept
+
+
+def _level(kind: SegmentKind, name: str | None, policy: TenantPolicy) -> ScopeLevel:
+    if kind is SegmentKind.SLOT and name is not None:
+        return policy.slot(name).scope
+    return policy.scope_level(kind.value)
+
+
+def _refuse(tokens: int, policy: TenantPolicy, limit: int | None) -> None:
+    if limit is not None and tokens > limit:
+        raise ContextOverflow(limit, tokens)
+    if policy.max_prompt_tokens is not None and tokens > policy.max_prompt_tokens:
+        raise ContextOverflow(policy.max_prompt_tokens, tokens, "this tenant's max_prompt_tokens")
