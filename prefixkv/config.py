@@ -16,7 +16,12 @@ KV_FORMATS = ("model",)
 """Formats a pool can be built in. ``model`` keeps K and V as the model computes them."""
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE | re.ASCII)
+
+
+def _bad_memory(value: object) -> ConfigError:
+    accepted = 'give bytes (1073741824), text ("1GiB", "25%") or a share of free memory between 0 and 1 (0.25)'
+    return ConfigError(f"memory={value!r}: {accepted}")
 
 
 def parse_memory(value: int | float | str) -> int | float:
@@ -31,25 +36,21 @@ def parse_memory(value: int | float | str) -> int | float:
     Raises:
         ConfigError: If it is none of these.
     """
-    accepted = 'give bytes (1073741824), text ("1GiB", "25%") or a share of free memory between 0 and 1 (0.25)'
-    if isinstance(value, str):
-        text = value.strip()
-        if text.endswith("%"):
-            try:
-                value = float(text[:-1]) / 100
-            except ValueError:
-                raise ConfigError(f"memory={value!r}: {accepted}") from None
-        elif match := _SIZE.fullmatch(text):
-            value = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
-        else:
-            raise ConfigError(f"memory={value!r}: {accepted}")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"memory={value!r}: {accepted}")
-    if isinstance(value, float) and not 0 < value <= 1:
-        raise ConfigError(f"memory={value!r}: {accepted}")
-    if value <= 0:
-        raise ConfigError(f"memory={value!r}: {accepted}")
-    return value
+    size: object = value
+    try:
+        if isinstance(value, str):
+            text = value.strip()
+            if text.endswith("%"):
+                size = float(text[:-1]) / 100
+            elif match := _SIZE.fullmatch(text):
+                size = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    except (ValueError, OverflowError):
+        raise _bad_memory(value) from None
+    if isinstance(size, bool) or not isinstance(size, int | float):
+        raise _bad_memory(value)
+    if size <= 0 or (isinstance(size, float) and not size <= 1):  # NaN is neither above nor below
+        raise _bad_memory(value)
+    return size
 
 
 def _check_int(owner: str, name: str, value: object, low: int, high: int | None = None) -> None:
@@ -133,10 +134,30 @@ class EngineConfig:
             raise ConfigError(f"EngineConfig.scheduler={self.scheduler!r}: must be a SchedulerConfig")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"EngineConfig.dtype={self.dtype!r}: must be auto, float32, bfloat16 or float16")
+        if not isinstance(self.device, str) or not self.device:
+            raise ConfigError(
+                f"EngineConfig.device={self.device!r}: must be a device's name, such as auto, cpu or cuda"
+            )
+        if not isinstance(self.debug, bool):
+            raise ConfigError(f"EngineConfig.debug={self.debug!r}: must be True or False")
         if self.max_context is not None:
             _check_int("EngineConfig", "max_context", self.max_context, 2)
         if self.secret is not None and (not isinstance(self.secret, bytes) or len(self.secret) < 16):
             raise ConfigError("EngineConfig.secret: must be 16 bytes or more, or None")
+
+
+_MAX_BIAS = 1e30
+"""Keeps a biased logit within float32."""
+
+
+def _finite(value: Any) -> float | None:
+    """Return a number as a float; None if it is none, or not finite, or too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def _bad(name: str, hint: str) -> InvalidRequest:
@@ -205,6 +226,8 @@ class SamplingParams:
             raise _bad("repetition_penalty", "must be above 0; 1 means none")
         self._check_float("presence_penalty", -2.0, 2.0)
         self._check_float("frequency_penalty", -2.0, 2.0)
+        self._check_bool("include_stop")
+        self._check_bool("ignore_eos")
         object.__setattr__(self, "stop", self._strings())
         object.__setattr__(self, "stop_token_ids", self._ids())
         object.__setattr__(self, "logit_bias", self._bias())
@@ -220,11 +243,13 @@ class SamplingParams:
             raise _bad(name, f"must be a whole number, {low}" + (f" to {high}" if high is not None else " or more"))
 
     def _check_float(self, name: str, low: float, high: float) -> None:
-        value: Any = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        value = _finite(getattr(self, name))
+        if value is None or not low <= value <= high:
             raise _bad(name, f"must be a finite number, {low:g} to {high:g}")
-        if not low <= value <= high:
-            raise _bad(name, f"must be {low:g} to {high:g}")
+
+    def _check_bool(self, name: str) -> None:
+        if not isinstance(getattr(self, name), bool):
+            raise _bad(name, "must be True or False")
 
     def _strings(self) -> tuple[str, ...]:
         stop: Any = self.stop
@@ -253,9 +278,10 @@ class SamplingParams:
             return {}
         if not isinstance(bias, Mapping):
             raise _bad("logit_bias", "must map token ids to numbers")
+        numbers = {}
         for key, value in bias.items():
-            if isinstance(key, bool) or not isinstance(key, int) or key < 0:
-                raise _bad("logit_bias", "must map token ids to numbers")
-            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value == math.inf:
+            number = value if value == -math.inf else _finite(value)
+            if isinstance(key, bool) or not isinstance(key, int) or key < 0 or number is None or number > _MAX_BIAS:
                 raise _bad("logit_bias", "must map token ids to numbers (minus infinity forbids a token)")
-        return dict(bias)
+            numbers[key] = number
+        return numbers

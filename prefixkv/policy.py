@@ -51,12 +51,18 @@ class _Policy(BaseModel):
 
 
 def _explain(error: ValidationError) -> str:
+    """Return one line per fault: the path of the field, then what is wrong."""
     lines = []
-    for item in error.errors(include_url=False, include_context=False, include_input=False):
+    for item in error.errors(include_url=False, include_input=False):
         path = ".".join(str(part) for part in item["loc"])
-        message = item["msg"].removeprefix("Value error, ")
-        lines.append(f"{path}: {message}" if path else message)
-    return "; ".join(lines)
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, PolicyError):
+            # A policy inside this one: its lines start with their own paths.
+            lines += [f"{path}.{line}" for line in str(cause).splitlines()]
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{path}: {message}" if path else message)
+    return "\n".join(lines)
 
 
 class SlotPolicy(_Policy):
@@ -83,16 +89,16 @@ class TenantPolicy(_Policy):
         max_queued_requests: Requests that may wait; None sets no limit of its own.
     """
 
-    weight: float = Field(default=1.0, gt=0, le=1e6, allow_inf_nan=False)
+    weight: float = Field(default=1.0, gt=0, le=1e6, allow_inf_nan=False, strict=True)
     max_pool: int | float | str | None = None
     scopes: dict[str, _Level] = Field(default_factory=dict)
     slots: dict[str, SlotPolicy] = Field(default_factory=dict)
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
-    max_queued_requests: int | None = Field(default=None, ge=1)
+    max_prompt_tokens: int | None = Field(default=None, ge=1, strict=True)
+    max_queued_requests: int | None = Field(default=None, ge=1, strict=True)
 
-    @field_validator("max_pool")
+    @field_validator("max_pool", mode="before")
     @classmethod
-    def _check_pool(cls, value: int | float | str | None) -> int | float | None:
+    def _check_pool(cls, value: Any) -> int | float | None:
         if value is None:
             return None
         try:
@@ -144,7 +150,7 @@ class PolicySet(_Policy):
         if isinstance(source, PolicySet):
             return source
         if isinstance(source, Mapping):
-            return cls(**source)
+            return cls._from(source)
         if not isinstance(source, str | PathLike):
             raise PolicyError(f"policies: expected a path, a mapping or a PolicySet, got {type(source).__name__}")
         path = Path(source)
@@ -152,9 +158,16 @@ class PolicySet(_Policy):
             data = _parse(path)
             if not isinstance(data, Mapping):
                 raise PolicyError("the file must hold a mapping with 'tenants' and 'default'")
-            return cls(**data)
-        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+            return cls._from(data)
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise PolicyError(f"{path}: {error}") from None
+
+    @classmethod
+    def _from(cls, data: Mapping[Any, Any]) -> PolicySet:
+        for key in data:
+            if not isinstance(key, str):
+                raise PolicyError(f"{key!r}: expected 'tenants' or 'default'")
+        return cls(**data)
 
     def get(self, tenant: str) -> TenantPolicy:
         """Return a tenant's policy.
