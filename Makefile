@@ -36,7 +36,7 @@ format: $(READY)  ## Sort imports, fix what can be fixed, format
 	@$(BIN)/ruff format .
 
 bench: $(READY)  ## Run the benchmarks
-	@set -e; found=; for file in bench/bench_*.py; do \
+	@set -e; found=; for file in bench/*.py; do \
 		[ -e "$$file" ] || continue; found=1; echo "$$file"; $(BIN)/python "$$file"; \
 	done; [ -n "$$found" ] || echo "there are no benchmarks yet"
 

@@ -60,7 +60,6 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker that saw __getattr__ would take every misspelt name for one of ours
-
     _HOMES = (
         ("chat.explain", "CacheReport MissReason SegmentReport"),
         ("config", "CacheConfig EngineConfig SamplingParams SchedulerConfig"),
