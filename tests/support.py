@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from prefixkv.errors import ConfigError
 from prefixkv.model.batch import Chunk
@@ -45,7 +51,10 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
     "gemma2": ("gemma2", {"sliding_window": WINDOW, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 16}),
-    "gemma3_text": ("gemma3_text", {"sliding_window": WINDOW, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 16}),
+    "gemma3_text": (
+        "gemma3_text",
+        {"sliding_window": WINDOW, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 16},
+    ),
     "phi3": ("phi3", {}),
     "olmo2": ("olmo2", {}),
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}),

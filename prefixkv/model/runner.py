@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +23,9 @@ from prefixkv.model.load import LoadedModel
 __all__ = ["ModelRunner"]
 
 _SELF_TEST_TOKENS = 24
-_TOLERANCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
-"""Most that self-test logits may differ, as a share of the spread of the stock logits (their standard deviation)."""
+_TOLERANCE = {"float32": 3e-4, "float16": 0.003, "bfloat16": 0.02}
+"""Most that self-test logits may differ, as a share of the spread (standard deviation) of the stock logits, for a model of
+one layer; rounding grows with the root of the number of layers. Measured: a third of this or less, on 15 kinds of model."""
 
 
 class ModelRunner:
@@ -138,11 +140,11 @@ class ModelRunner:
         # One expert chosen otherwise by rounding may move a token far: in 16 bits the middle one counts. A wrong mask,
         # position or option moves most of them.
         measured = float(error.max() if self.spec.dtype == "float32" else error.median())
-        allowed = _TOLERANCE[self.spec.dtype]
+        allowed = _TOLERANCE[self.spec.dtype] * math.sqrt(len(self.spec.layers))
         if not measured <= allowed:
             raise UnsupportedModel(
                 f"self-test failed: logits through the pool differ from stock logits by {measured:.3g} of their spread "
-                f"({self.spec.dtype}, allowed {allowed:g})"
+                f"({self.spec.dtype}, allowed {allowed:.3g})"
             )
         return measured
 

@@ -46,7 +46,9 @@ def test_what_is_written_is_gathered_in_table_order(data: st.DataObject, block_s
             storage.write(layer, torch.tensor(slots), k, v)
             known.update({s: (k[i], v[i]) for i, s in enumerate(slots)})
         width = data.draw(st.integers(1, 3))
-        table = data.draw(st.lists(st.lists(st.integers(0, num_blocks - 1), min_size=width, max_size=width), min_size=1))
+        table = data.draw(
+            st.lists(st.lists(st.integers(0, num_blocks - 1), min_size=width, max_size=width), min_size=1)
+        )
         got_k, got_v = storage.gather(layer, torch.tensor(table, dtype=torch.int32))
         assert got_k.shape == (len(table), shape.num_kv_heads, width * block_size, shape.key_dim)
         for s, blocks in enumerate(table):
@@ -137,7 +139,9 @@ def test_too_little_memory_says_what_one_block_takes() -> None:
         plan_num_blocks(spec, spec.bytes_per_block - 1, "cpu")
 
 
-@pytest.mark.parametrize(("dtype", "num_blocks", "block_size"), [("float64", 1, 4), ("float32", 0, 4), ("float32", 1, 0)])
+@pytest.mark.parametrize(
+    ("dtype", "num_blocks", "block_size"), [("float64", 1, 4), ("float32", 0, 4), ("float32", 1, 0)]
+)
 def test_a_pool_that_cannot_exist_is_refused(dtype: str, num_blocks: int, block_size: int) -> None:
     """Sizes come from configuration: they answer with a typed error."""
     with pytest.raises(ConfigError):
