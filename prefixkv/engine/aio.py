@@ -25,7 +25,7 @@ Prepare = Callable[[Callable[[Event], None]], LiveRequest]
 
 
 class AsyncTokenStream:
-    """Async iterator over the deltas of one request. ``aclose()``, ``async with`` or cancelling the reader cancels it."""
+    """Iterates over the deltas of one request; ``aclose()``, ``async with`` or cancelling its reader cancels it."""
 
     def __init__(self, engine: Engine, prepare: Prepare) -> None:
         self._engine = engine
@@ -88,7 +88,7 @@ class AsyncTokenStream:
 
 
 class AsyncEngine:
-    """:class:`Engine` for asyncio; arguments, results and errors are the same. Cancelling a task cancels its request."""
+    """:class:`Engine` for asyncio: the same arguments, results and errors. Cancelling a task cancels its request."""
 
     def __init__(
         self, model: Any, tokenizer: Any, *, config: EngineConfig | None = None, policies: Policies = None

@@ -41,7 +41,8 @@ class LiveRequest:
         principal: Who asked; None for the operator's own publications.
         prompt: Its tokens and segments.
         sampling: How replies are drawn.
-        sink: Takes the result or an error; where ``streams``, deltas of which the last one holds the result. Called on the engine thread and must not block.
+        sink: Takes the result or an error; where ``streams``, deltas of which the last one
+            holds the result. Called on the engine thread; must not block.
         streams: Whether deltas are wanted.
         stop_ids: Ids that end a reply.
         deadline_s: Monotonic time at which it is aborted, or None.
@@ -93,6 +94,8 @@ class LiveRequest:
     def end(self, reply: Reply, reason: FinishReason, text: str = "", token_ids: tuple[int, ...] = ()) -> None:
         """Mark a reply as ended and hand out what it held back. The last one also hands out the result."""
         text += reply.detokenizer.finish()
+        if reason == "length" and reply.detokenizer.stopped is not None:
+            reason = "stop"  # a stop string was complete, but a longer one could still have begun before it
         reply.finish_reason = reason
         self._emit(reply, text, token_ids)
         if self.is_done and not self.streams:

@@ -1,0 +1,66 @@
+"""Engines over tiny random models, and the rule that every one of them ends clean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from prefixkv import CacheConfig, Engine, EngineConfig, EngineStats, SchedulerConfig, errors
+from tests.support import byte_tokenizer, tiny_model
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """Make engines that are checked and closed when the test ends."""
+    engines: list[Engine] = []
+
+    def make(
+        arch: str = "llama",
+        *,
+        model: Any = None,
+        blocks: int | None = None,
+        block_size: int = 16,
+        memory: int | str = "32MiB",
+        policies: Any = None,
+        **config: Any,
+    ) -> Engine:
+        scheduler = config.pop("scheduler", SchedulerConfig())
+        model = model if model is not None else tiny_model(arch)
+        tokenizer = byte_tokenizer()
+        if blocks is not None:
+            probe = Engine(
+                model, tokenizer, config=EngineConfig(cache=CacheConfig(block_size=block_size, memory="1MiB"))
+            )
+            memory = blocks * int(probe.stats().block_bytes)  # type: ignore[union-attr]
+            probe.close()
+        cache = CacheConfig(block_size=block_size, memory=memory)
+        engine = Engine(
+            model,
+            tokenizer,
+            config=EngineConfig(cache=cache, scheduler=scheduler, debug=True, **config),
+            policies=policies,
+        )
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        try:
+            engine.check()
+        except errors.EngineClosed:
+            continue  # the test closed it
+        stats = engine.stats()
+        engine.close()
+        assert isinstance(stats, EngineStats)
+        assert stats.running == stats.waiting == 0
+        assert stats.blocks_free + stats.blocks_idle + stats.blocks_in_use == stats.blocks_total
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> Engine:
+    """A tiny llama with room to spare."""
+    return make_engine()
