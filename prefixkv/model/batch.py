@@ -72,56 +72,69 @@ class ForwardBatch:
         Raises:
             IntegrityError: If a chunk is empty, its block table is too short or names a block that does not exist.
         """
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        tables: list[tuple[int, ...]] = []
-        opened: list[int] = []
         for chunk in chunks:
-            end = chunk.start + len(chunk.token_ids)
-            table = tuple(chunk.block_table[: -(-end // block_size)])
-            _check(chunk, table, end, block_size, num_blocks)
-            ids.extend(chunk.token_ids)
-            positions.extend(range(chunk.start, end))
-            slots.extend(table[p // block_size] * block_size + p % block_size for p in range(chunk.start, end))
-            tables.append(table)
-            if end % block_size and (len(table) - 1) * block_size >= chunk.start:
-                opened.append(table[-1])
-        query_lens = [len(chunk.token_ids) for chunk in chunks]
-        kv_lens = [chunk.start + length for chunk, length in zip(chunks, query_lens, strict=True)]
-        bounds = [0, *accumulate(query_lens)]
-        width = max(len(table) for table in tables)
-        padded = [[*table, *([table[-1]] * (width - len(table)))] for table in tables]
-        rows = [end - 1 for chunk, end in zip(chunks, bounds[1:], strict=True) if chunk.needs_logits]
+            _check(chunk, block_size, num_blocks)
+        ids = [token for chunk in chunks for token in chunk.token_ids]
+        bounds = [0, *accumulate(len(chunk.token_ids) for chunk in chunks)]
         if all_logits:
             rows = list(range(len(ids)))
-        position_ids = torch.tensor(positions, dtype=torch.int64, device=device)
-        visible = tuple(position + 1 for position in positions)
+        else:
+            rows = [end - 1 for chunk, end in zip(chunks, bounds[1:], strict=True) if chunk.needs_logits]
+        attention = _plan(chunks, bounds, block_size, device)
         return cls(
             input_ids=torch.tensor([ids], dtype=torch.int64, device=device),
-            position_ids=position_ids[None],
+            position_ids=attention.positions[None],
             logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
-            opened_blocks=tuple(opened),
-            attention=AttentionMetadata(
-                query_lens=tuple(query_lens),
-                kv_lens=tuple(kv_lens),
-                positions_host=tuple(positions),
-                visible_host=visible,
-                block_tables_host=tuple(tables),
-                cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32, device=device),
-                seq_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
-                block_table=torch.tensor(padded, dtype=torch.int32, device=device),
-                slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
-                positions=position_ids,
-                visible_tokens=torch.tensor(visible, dtype=torch.int64, device=device),
-            ),
+            opened_blocks=tuple(block for chunk in chunks for block in _opened(chunk, block_size)),
+            attention=attention,
         )
 
 
-def _check(chunk: Chunk, table: tuple[int, ...], end: int, block_size: int, num_blocks: int) -> None:
+def _end(chunk: Chunk) -> int:
+    return chunk.start + len(chunk.token_ids)
+
+
+def _check(chunk: Chunk, block_size: int, num_blocks: int) -> None:
     if not chunk.token_ids or chunk.start < 0:
         raise IntegrityError(f"a chunk of {len(chunk.token_ids)} tokens at position {chunk.start} cannot run")
-    if len(table) * block_size < end:
-        raise IntegrityError(f"a chunk ends at token {end} and its {len(table)} blocks hold {len(table) * block_size}")
-    if not all(0 <= block < num_blocks for block in table):
+    capacity = len(chunk.block_table) * block_size
+    if capacity < _end(chunk):
+        raise IntegrityError(f"a chunk ends at token {_end(chunk)} and its blocks hold {capacity}")
+    if not all(0 <= block < num_blocks for block in chunk.block_table):
         raise IntegrityError(f"a block table names a block outside 0 to {num_blocks - 1}")
+
+
+def _opened(chunk: Chunk, block_size: int) -> list[int]:
+    """Return the chunk's last block if it writes the first row of it and not the last one."""
+    last, used = divmod(_end(chunk), block_size)
+    return [chunk.block_table[last]] if used and last * block_size >= chunk.start else []
+
+
+def _plan(chunks: Sequence[Chunk], bounds: Sequence[int], block_size: int, device: torch.device) -> AttentionMetadata:
+    """Return the attention side of a step; only here do lists become tensors."""
+    positions: list[int] = []
+    slots: list[int] = []
+    tables: list[tuple[int, ...]] = []
+    for chunk in chunks:
+        table = tuple(chunk.block_table[: -(-_end(chunk) // block_size)])
+        span = range(chunk.start, _end(chunk))
+        positions.extend(span)
+        slots.extend(table[position // block_size] * block_size + position % block_size for position in span)
+        tables.append(table)
+    width = max(len(table) for table in tables)
+    padded = [[*table, *([table[-1]] * (width - len(table)))] for table in tables]
+    visible = tuple(position + 1 for position in positions)
+    kv_lens = tuple(_end(chunk) for chunk in chunks)
+    return AttentionMetadata(
+        query_lens=tuple(len(chunk.token_ids) for chunk in chunks),
+        kv_lens=kv_lens,
+        positions_host=tuple(positions),
+        visible_host=visible,
+        block_tables_host=tuple(tables),
+        cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        block_table=torch.tensor(padded, dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        visible_tokens=torch.tensor(visible, dtype=torch.int64, device=device),
+    )

@@ -10,13 +10,13 @@ Source: the GGUF specification (github.com/ggml-org/ggml, docs/gguf.md). Values 
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import LlamaConfig
 
@@ -24,7 +24,7 @@ __all__ = ["LlamaFile", "read_llama"]
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_FLOATS: dict[int, Any] = {0: np.float32, 1: np.float16}
+_FLOATS = {0: torch.float32, 1: torch.float16}
 _DEFAULT_ALIGNMENT = 32
 
 _CONFIG = {
@@ -81,7 +81,7 @@ def read_llama(path: Path, dtype: torch.dtype) -> LlamaFile | None:
         OSError: If the file cannot be read.
         ImportError: If the package ``gguf`` is missing.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as data:
         header = _Header(data)
         if not header.read():
             return None
@@ -187,16 +187,18 @@ def _values(data: mmap.mmap, start: int, tensor: _Tensor, config: LlamaConfig) -
 
     kind = GGMLQuantizationType(tensor.kind)
     block_numbers, block_bytes = GGML_QUANT_SIZES[kind]
-    count = int(np.prod(tensor.shape))
-    raw = np.frombuffer(data, np.uint8, count // block_numbers * block_bytes, start + tensor.offset)
+    size = math.prod(tensor.shape) // block_numbers * block_bytes
+    raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start + tensor.offset)
     if tensor.kind in _FLOATS:
-        numbers = raw.view(_FLOATS[tensor.kind]).astype(np.float32)
+        numbers = raw.clone().view(_FLOATS[tensor.kind]).float()
     else:
-        numbers = dequantize(raw.reshape(*tensor.shape[:-1], -1), kind)
+        numbers = torch.from_numpy(dequantize(raw.view(*tensor.shape[:-1], -1).numpy(), kind))
     numbers = numbers.reshape(tensor.shape)
     if ".attn_q." in tensor.name or ".attn_k." in tensor.name:
         # llama.cpp rotates neighbouring numbers of a head, transformers the two halves: undo its reordering of rows.
-        heads = config.num_attention_heads if ".attn_q." in tensor.name else config.num_key_value_heads
+        heads = config.num_attention_heads
+        if ".attn_k." in tensor.name and config.num_key_value_heads is not None:
+            heads = config.num_key_value_heads
         paired = numbers.reshape(heads, -1, 2, *tensor.shape[1:])
-        numbers = paired.swapaxes(1, 2).reshape(tensor.shape)
-    return torch.from_numpy(np.ascontiguousarray(numbers))
+        numbers = paired.transpose(1, 2).reshape(tensor.shape)
+    return numbers

@@ -19,7 +19,7 @@ def test_every_format_that_a_config_accepts_exists() -> None:
 
 def test_an_unknown_format_is_refused_by_name() -> None:
     """There is no silent default: a format that cannot be read back is never chosen."""
-    with pytest.raises(ConfigError, match="int3.*model"):
+    with pytest.raises(ConfigError, match=r"int3.*model"):
         get_format("int3")
 
 

@@ -59,7 +59,7 @@ def test_copied_rows_continue_exactly() -> None:
     runner = make()
     runner.execute([Chunk(PROMPT[:20], 0, [0, 1, 2], False)])
     runner.storage.copy_rows(2, 9, 3)
-    want = runner.execute([Chunk(PROMPT[:19] + [7, 8], 0, [4, 5, 6], True)])
+    want = runner.execute([Chunk([*PROMPT[:19], 7, 8], 0, [4, 5, 6], True)])
     got = runner.execute([Chunk([7, 8], 19, [0, 1, 9], True)])
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
