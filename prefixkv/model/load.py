@@ -230,7 +230,9 @@ def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
 
-    config = {key: value for key, value in model.config.to_dict().items() if "attn_implementation" not in key}
+    # Where it was loaded from, and who is attached to it, decide no row.
+    skipped = ("attn_implementation", "name_or_path")
+    config = {k: v for k, v in model.config.to_dict().items() if not any(word in k for word in skipped)}
     add("config", json.dumps(config, sort_keys=True, default=str).encode())
     add("dtype", str(model.dtype).encode())
     tensors = [*model.named_parameters(), *model.named_buffers()]

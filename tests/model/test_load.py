@@ -120,12 +120,18 @@ def test_the_fingerprint_sees_everything_that_decides_rows() -> None:
     assert len(set(others)) == len(others)
 
 
-def test_the_fingerprint_does_not_depend_on_being_attached() -> None:
-    """A second engine on the same object must find the first one's keys."""
+def test_the_fingerprint_does_not_depend_on_place_or_attachment(tmp_path: Path) -> None:
+    """A second engine, or the same files in another folder, must come to the same keys."""
     model = tiny_model("llama")
     base = wrap(model, byte_tokenizer()).fingerprint
     model.set_attn_implementation("eager")
     assert wrap(model, byte_tokenizer()).fingerprint == base
+    prints = set()
+    for name in ("here", "there"):
+        model.save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+        prints.add(load(str(tmp_path / name), device="cpu").fingerprint)
+    assert len(prints) == 1
 
 
 def test_the_demo_is_what_transformers_would_load() -> None:
