@@ -6,6 +6,7 @@ import copy
 import re
 import threading
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,16 +82,40 @@ class Encoder:
             return any([self.spells_control(item, path) for item in value])
         return False
 
-    def mark(self, value: Any) -> Any:
-        """Return plain data with every control token spelt in it marked as text; changes nothing."""
+    def mark(self, value: Any, words: tuple[str, str] = (_OPEN, _CLOSE)) -> Any:
+        """Return plain data with every control token spelt in it between two marks; changes nothing."""
         if isinstance(value, str):
             bare = value.replace(_OPEN, "").replace(_CLOSE, "")
-            return self._control_re.sub(lambda match: f"{_OPEN}{match[0]}{_CLOSE}", bare)
+            return self._control_re.sub(lambda match: f"{words[0]}{match[0]}{words[1]}", bare)
         if isinstance(value, Mapping):
-            return {key: self.mark(item) for key, item in value.items()}
+            return {key: self.mark(item, words) for key, item in value.items()}
         if isinstance(value, list):
-            return [self.mark(item) for item in value]
+            return [self.mark(item, words) for item in value]
         return value
+
+    def check_kept(self, token_ids: Sequence[int], text: str, words: tuple[str, str]) -> None:
+        """Refuse ids with more control tokens than the template wrote; changes nothing.
+
+        A template that prints a list or a mapping as Python would escapes the tokenizer's marks away and leaves the
+        control token they stood around. Words of letters survive that.
+
+        Args:
+            token_ids: The ids.
+            text: The same chat, rendered from content marked with ``words``.
+            words: Two unique words.
+
+        Raises:
+            InvalidRequest: ``control_token``.
+        """
+        own = Counter(
+            match[0]
+            for match in self._control_re.finditer(text)
+            if not (text.endswith(words[0], 0, match.start()) and text.startswith(words[1], match.end()))
+        )
+        made = Counter(token_ids)
+        if any(made[index] > own[token] for token, (index, _) in self._controls.items()):
+            hint = "spells a control token of the model where the chat template cannot keep it as text; remove it"
+            raise InvalidRequest("control_token", "messages", hint)
 
     # -- encoding ------------------------------------------------------------------------------------------------
 

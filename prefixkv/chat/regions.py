@@ -138,10 +138,14 @@ class _Anchored:
     def _head(self) -> None:
         """Label what stands before the first content."""
         start, _, i = self._spans[0]
+        first = self._chat.messages[0]
+        if not (_is_plain(first) and (first["content"] or "").strip()):
+            # It may show more than text before its text, or be nothing but white space, without anchors.
+            self._add(0, self._labels[0])
+            self._between(0, start, -1, i)
+            return
         alone = self._prefix(0)
-        end = 0  # a first message with more than text may show that before its text
-        if _is_plain(self._chat.messages[0]):
-            end = 0 if alone is None else min(start, common_prefix(self._text, alone.text))
+        end = 0 if alone is None else min(start, common_prefix(self._text, alone.text))
         self._add(0, _PREAMBLE)
         if region := self._tools.get(0):
             self._add(min(region[0], end), _TOOLS)

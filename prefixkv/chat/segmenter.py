@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from prefixkv.chat.encoding import Encoded, Encoder
@@ -95,11 +97,11 @@ class Segmenter:
         is_marked = any([self._encoder.spells_control(value, path) for value, path in zip(inputs, names, strict=True)])
         shown = self._marked(chat) if is_marked else chat
         text = shown.render()
-        encoded = self._encoder.encode_marked(text, chat.reference_ids) if is_marked else self._encoder.encode(text)
+        encoded = self._encode_marked(chat, text) if is_marked else self._encoder.encode(text)
         if not encoded.token_ids:
             raise InvalidRequest("empty_prompt", "messages", "the chat template renders nothing for these messages")
         _refuse(len(encoded.token_ids), policy, limit)
-        layout = self._lay_out(chat, shown, filled, text, is_marked)
+        layout = self._lay_out(shown, filled, text, is_marked)
         segments = self._segments(text, encoded, layout, policy, is_marked, "documents" in chat.template_kwargs)
         warnings = (*filled.warnings, *layout.warnings, *self.profile.warnings)
         return Prompt(tuple(encoded.token_ids), segments, warnings)
@@ -142,29 +144,26 @@ class Segmenter:
 
     # -- layout --------------------------------------------------------------------------------------------------
 
-    def _marked(self, chat: ChatInput) -> ChatInput:
+    def _marked(self, chat: ChatInput, *words: tuple[str, str]) -> ChatInput:
         mark = self._encoder.mark
-        return ChatInput(
-            chat.tokenizer,
-            mark(list(chat.messages)),
-            mark(chat.tools),
-            mark(chat.template_kwargs),
-            chat.add_generation_prompt,
-            chat.continue_final_message,
+        return replace(
+            chat,
+            messages=mark(list(chat.messages), *words),
+            tools=mark(chat.tools, *words),
+            template_kwargs=mark(chat.template_kwargs, *words),
         )
 
-    def _lay_out(self, chat: ChatInput, shown: ChatInput, filled: FilledMessages, text: str, is_marked: bool) -> Layout:
+    def _encode_marked(self, chat: ChatInput, text: str) -> Encoded:
+        encoded = self._encoder.encode_marked(text, chat.reference_ids)
+        nonce = secrets.token_hex(8)
+        words = (f"Q{nonce}a", f"b{nonce}Q")
+        self._encoder.check_kept(encoded.token_ids, self._marked(chat, words).render(), words)
+        return encoded
+
+    def _lay_out(self, shown: ChatInput, filled: FilledMessages, text: str, is_marked: bool) -> Layout:
         anchors = Anchors(filled.messages, filled.spans)
         placed = self._encoder.mark(anchors.messages) if is_marked else anchors.messages
-        anchored = ChatInput(
-            shown.tokenizer,
-            placed,
-            shown.tools,
-            shown.template_kwargs,
-            shown.add_generation_prompt,
-            shown.continue_final_message,
-        )
-        layout = lay_out_with_anchors(anchored, anchors, text)
+        layout = lay_out_with_anchors(replace(shown, messages=placed), anchors, text)
         if layout is None:
             slots = [(i, span.name) for i, spans in enumerate(filled.spans) for span in spans]
             layout = lay_out_by_prefixes(shown, slots, text)
