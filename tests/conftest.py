@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -33,3 +34,17 @@ def data_dir() -> Path:
     if not path.is_dir():
         pytest.skip("recorded data is absent; set PREFIXKV_DATA to its folder")
     return path
+
+
+@pytest.fixture
+def loaded_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every ``Engine.from_pretrained("demo")`` of a test use one copy of the demo model, loaded once."""
+    from prefixkv.engine import engine
+    from prefixkv.model.load import load
+    from tests.support import demo_loaded
+
+    def load_once(name: str, **options: Any) -> Any:
+        is_demo = name == "demo" and options["dtype"] == options["device"] == "auto"
+        return demo_loaded() if is_demo else load(name, **options)
+
+    monkeypatch.setattr(engine, "load", load_once)
