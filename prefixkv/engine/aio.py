@@ -130,7 +130,7 @@ class AsyncEngine:
     ) -> ChatResult:
         """See :meth:`Engine.chat`."""
         request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s)
-        return await self._run(lambda sink: self._engine.prepare_chat(request, sink, streams=False), ChatResult)
+        return await self._run(lambda sink: self._engine.builder.chat(request, sink, streams=False), ChatResult)
 
     def stream(
         self,
@@ -145,7 +145,7 @@ class AsyncEngine:
     ) -> AsyncTokenStream:
         """See :meth:`Engine.stream`. The request starts with the first iteration."""
         request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s)
-        return AsyncTokenStream(self._engine, lambda sink: self._engine.prepare_chat(request, sink, streams=True))
+        return AsyncTokenStream(self._engine, lambda sink: self._engine.builder.chat(request, sink, streams=True))
 
     async def complete(
         self,
@@ -157,7 +157,7 @@ class AsyncEngine:
     ) -> ChatResult:
         """See :meth:`Engine.complete`."""
         return await self._run(
-            lambda sink: self._engine.prepare_text(prompt, principal, sampling, timeout_s, sink), ChatResult
+            lambda sink: self._engine.builder.text(prompt, principal, sampling, timeout_s, sink), ChatResult
         )
 
     async def chat_batch(self, requests: Sequence[ChatRequest], *, return_exceptions: bool = False) -> list[Any]:
@@ -202,7 +202,7 @@ class AsyncEngine:
     ) -> Publication:
         """See :meth:`Engine.publish`."""
         return await self._run(
-            lambda sink: self._engine.prepare_publication(messages_or_text, tools, tenant, sink), Publication
+            lambda sink: self._engine.builder.publication(messages_or_text, tools, tenant, sink), Publication
         )
 
     async def unpublish(self, publication: str | Publication) -> bool:
@@ -249,7 +249,7 @@ class AsyncEngine:
 
     async def _chat_one(self, request: ChatRequest, place: int) -> ChatResult:
         def prepare(sink: Callable[[Event], None]) -> LiveRequest:
-            return self._engine.prepare_chat(request, sink, streams=False, path=f"requests[{place}].")
+            return self._engine.builder.chat(request, sink, streams=False, path=f"requests[{place}].")
 
         return await self._run(prepare, ChatResult)
 

@@ -14,6 +14,7 @@ from prefixkv.chat.segmenter import Segmenter
 from prefixkv.config import SamplingParams
 from prefixkv.engine.detokenize import Detokenizer
 from prefixkv.engine.live import Event, LiveRequest, Reply
+from prefixkv.engine.request import ChatRequest
 from prefixkv.errors import ContextOverflow, InvalidRequest
 from prefixkv.model.load import LoadedModel
 from prefixkv.model.sampler import SamplerState, check_sampling
@@ -73,11 +74,33 @@ class RequestBuilder:
         )
         return self._scoped(prompt, principal, policy)
 
-    def text_prompt(self, text: str | Sequence[int], principal: Principal) -> tuple[Prompt, ScopeMap]:
-        """Tokenise raw text, or take token ids, and say whose they are."""
+    def chat(self, item: ChatRequest, sink: Callable[[Event], None], *, streams: bool, path: str = "") -> LiveRequest:
+        """Build the request of a chat; ``path`` goes before the path in an error."""
+        try:
+            if not isinstance(item, ChatRequest):
+                raise InvalidRequest("bad_request", "", "must be a ChatRequest")
+            prompt, scopes = self.chat_prompt(
+                item.messages, item.principal, item.tools, item.slots, item.template_kwargs
+            )
+            return self._request(prompt, scopes, item.principal, item.sampling, item.timeout_s, sink, streams=streams)
+        except InvalidRequest as error:
+            if not path:
+                raise
+            raise InvalidRequest(error.code, (path + error.path).rstrip("."), error.hint) from None
+
+    def text(
+        self,
+        text: str | Sequence[int],
+        principal: Principal,
+        sampling: SamplingParams | None,
+        timeout_s: float | None,
+        sink: Callable[[Event], None],
+    ) -> LiveRequest:
+        """Build the request of a completion of raw text, or of token ids."""
         policy = self._policy(principal)
-        prompt = self._segmenter.segment_text(text, policy=policy, limit=self._max_context - 1)
-        return self._scoped(prompt, principal, policy)
+        made = self._segmenter.segment_text(text, policy=policy, limit=self._max_context - 1)
+        prompt, scopes = self._scoped(made, principal, policy)
+        return self._request(prompt, scopes, principal, sampling, timeout_s, sink, streams=False)
 
     def publication(
         self, content: Messages | str, tools: Tools | None, tenant: str | None, sink: Callable[[Event], None]
@@ -99,7 +122,7 @@ class RequestBuilder:
         self._add_reply(request, 0, ScopeMap.for_publication(tenant), len(prompt.token_ids))
         return request
 
-    def request(
+    def _request(
         self,
         prompt: Prompt,
         scopes: ScopeMap,

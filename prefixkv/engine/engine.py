@@ -120,7 +120,7 @@ class Engine:
         self._core = EngineCore(runner, manager, scheduler, Limits(tenants, manager, scheduler), config.debug)
         max_context = min(size for size in (config.max_context, loaded.max_context, 2**31) if size is not None)
         self._segmenter = Segmenter(loaded.tokenizer, vocab_tokens=loaded.vocab_size)
-        self._builder = RequestBuilder(loaded, self._segmenter, max_context, pool_tokens, self._get_policies)
+        self.builder = RequestBuilder(loaded, self._segmenter, max_context, pool_tokens, self._get_policies)
         self._thread = EngineThread(self._core)
 
     def _get_policies(self) -> PolicySet:
@@ -160,7 +160,7 @@ class Engine:
             ExecutionError: If the model failed on it.
         """
         request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s)
-        return self._run(lambda sink: self.prepare_chat(request, sink, streams=False), ChatResult)
+        return self._run(lambda sink: self.builder.chat(request, sink, streams=False), ChatResult)
 
     def stream(
         self,
@@ -179,7 +179,7 @@ class Engine:
         """
         item = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        request = self.prepare_chat(item, events.put, streams=True)
+        request = self.builder.chat(item, events.put, streams=True)
         self.submit(request)
         return TokenStream(events, lambda: self.cancel(request))
 
@@ -192,7 +192,7 @@ class Engine:
         timeout_s: float | None = None,
     ) -> ChatResult:
         """Continue raw text or token ids, without a template; errors as in :meth:`chat`."""
-        return self._run(lambda sink: self.prepare_text(prompt, principal, sampling, timeout_s, sink), ChatResult)
+        return self._run(lambda sink: self.builder.text(prompt, principal, sampling, timeout_s, sink), ChatResult)
 
     def chat_batch(self, requests: Sequence[ChatRequest], *, return_exceptions: bool = False) -> list[Any]:
         """Answer many requests at once, batched continuously; results in order.
@@ -212,7 +212,7 @@ class Engine:
             sink: queue.SimpleQueue[Event] = queue.SimpleQueue()
             events.append(sink)
             try:
-                prepared.append(self.prepare_chat(item, sink.put, streams=False, path=f"requests[{place}]."))
+                prepared.append(self.builder.chat(item, sink.put, streams=False, path=f"requests[{place}]."))
             except Exception as error:
                 if not return_exceptions:
                     raise
@@ -246,7 +246,7 @@ class Engine:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> CacheReport:
         """Report what of a request would hit now, and why the rest would not. Runs and changes nothing."""
-        prompt, scopes = self._builder.chat_prompt(messages, principal, tools, slots, template_kwargs)
+        prompt, scopes = self.builder.chat_prompt(messages, principal, tools, slots, template_kwargs)
         return self._thread.call(lambda: self._core.explain(prompt, scopes))
 
     def publish(
@@ -268,7 +268,7 @@ class Engine:
             QuotaExceeded: If pinning it would leave no room for other requests.
             InvalidRequest: And the other errors of :meth:`chat`.
         """
-        return self._run(lambda sink: self.prepare_publication(messages_or_text, tools, tenant, sink), Publication)
+        return self._run(lambda sink: self.builder.publication(messages_or_text, tools, tenant, sink), Publication)
 
     def unpublish(self, publication: str | Publication) -> bool:
         """Let published text be evicted like any other; return whether there was such a publication."""
@@ -336,46 +336,6 @@ class Engine:
         self.close()
 
     # -- for other faces of the same engine, such as AsyncEngine ------------------------------------------------------
-
-    def prepare_chat(
-        self, item: ChatRequest, sink: Callable[[Event], None], *, streams: bool, path: str = ""
-    ) -> LiveRequest:
-        """Check and tokenise a chat request without submitting it; ``path`` goes before the path of an error."""
-        try:
-            if not isinstance(item, ChatRequest):
-                raise InvalidRequest("bad_request", "", "must be a ChatRequest")
-            prompt, scopes = self._builder.chat_prompt(
-                item.messages, item.principal, item.tools, item.slots, item.template_kwargs
-            )
-            return self._builder.request(
-                prompt, scopes, item.principal, item.sampling, item.timeout_s, sink, streams=streams
-            )
-        except InvalidRequest as error:
-            if not path:
-                raise
-            raise InvalidRequest(error.code, (path + error.path).rstrip("."), error.hint) from None
-
-    def prepare_text(
-        self,
-        prompt: str | Sequence[int],
-        principal: Principal,
-        sampling: SamplingParams | None,
-        timeout_s: float | None,
-        sink: Callable[[Event], None],
-    ) -> LiveRequest:
-        """Check and tokenise a completion without submitting it."""
-        made, scopes = self._builder.text_prompt(prompt, principal)
-        return self._builder.request(made, scopes, principal, sampling, timeout_s, sink, streams=False)
-
-    def prepare_publication(
-        self,
-        content: Sequence[Mapping[str, Any]] | str,
-        tools: Sequence[Mapping[str, Any]] | None,
-        tenant: str | None,
-        sink: Callable[[Event], None],
-    ) -> LiveRequest:
-        """Check and tokenise a publication without submitting it."""
-        return self._builder.publication(content, tools, tenant, sink)
 
     def submit(self, request: LiveRequest) -> None:
         """Hand a prepared request to the engine thread; its sink is called there and must not block."""

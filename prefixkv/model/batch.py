@@ -39,15 +39,12 @@ class ForwardBatch:
         input_ids: [1, T] int64.
         position_ids: [1, T] int64.
         logits_rows: [R] int64, packed index of the last token of each chunk that needs logits.
-        opened_blocks: Last blocks of chunks that write their first row: what a former owner left behind their end
-            must be cleared before attention reads them.
         attention: The rest of the plan.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logits_rows: torch.Tensor
-    opened_blocks: tuple[int, ...]
     attention: AttentionMetadata
 
     @classmethod
@@ -85,7 +82,6 @@ class ForwardBatch:
             input_ids=torch.tensor([ids], dtype=torch.int64, device=device),
             position_ids=attention.positions[None],
             logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
-            opened_blocks=tuple(block for chunk in chunks for block in _opened(chunk, block_size)),
             attention=attention,
         )
 
@@ -102,12 +98,6 @@ def _check(chunk: Chunk, block_size: int, num_blocks: int) -> None:
         raise IntegrityError(f"a chunk ends at token {_end(chunk)} and its blocks hold {capacity}")
     if not all(0 <= block < num_blocks for block in chunk.block_table):
         raise IntegrityError(f"a block table names a block outside 0 to {num_blocks - 1}")
-
-
-def _opened(chunk: Chunk, block_size: int) -> list[int]:
-    """Return the chunk's last block if it writes the first row of it and not the last one."""
-    last, used = divmod(_end(chunk), block_size)
-    return [chunk.block_table[last]] if used and last * block_size >= chunk.start else []
 
 
 def _plan(chunks: Sequence[Chunk], bounds: Sequence[int], block_size: int, device: torch.device) -> AttentionMetadata:

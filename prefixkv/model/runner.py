@@ -91,7 +91,8 @@ class ModelRunner:
         """Compute one step; writes the rows of every chunk's tokens.
 
         Args:
-            chunks: At least one; no row of the pool may be written twice.
+            chunks: At least one; no row of the pool may be written twice, and rows behind a chunk's end must be finite
+                (a freed block is zeroed): attention masks them, but a masked NaN is still NaN.
 
         Returns:
             [R, V] float32 on the model's device: logits of the last token of each chunk that needs them, in order.
@@ -114,7 +115,6 @@ class ModelRunner:
         if self._shape.keeps_logits:
             options["logits_to_keep"] = batch.logits_rows
         with torch.inference_mode():
-            storage.zero(batch.opened_blocks)
             with active_step(step):
                 output = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, **options)
             step.finish(len(self.spec.layers))

@@ -18,7 +18,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 ENDLESS = SamplingParams(max_tokens=300, ignore_eos=True)
 
 # What other faces are built from; the async one uses them and does not offer them again.
-SEAMS = {"prepare_chat", "prepare_text", "prepare_publication", "submit", "cancel"}
+SEAMS = {"submit", "cancel"}
 
 
 def public(cls: type) -> set[str]:

@@ -74,6 +74,25 @@ def test_logits_that_are_not_numbers_fail_only_their_request(make_engine: Any, m
     assert engine.complete([5, 6, 7], principal=WHO, sampling=SHORT).usage.completion_tokens == 4
 
 
+def test_what_overflowed_in_one_request_does_not_reach_the_next_owner_of_its_blocks(
+    make_engine: Any, monkeypatch: Any
+) -> None:
+    """A masked NaN is still NaN: blocks go back to the pool as zeros, also those of a request that failed."""
+    import torch
+
+    model = tiny_model("llama")
+    engine = make_engine(model=model, blocks=4)
+    want = engine.complete([5, 6, 7], principal=WHO, sampling=SHORT).token_ids
+    engine.purge()
+    with monkeypatch.context() as patch:
+        values = model.model.layers[0].self_attn.v_proj
+        patch.setattr(values, "forward", lambda hidden: torch.full((*hidden.shape[:-1], 32), torch.nan))
+        with pytest.raises(errors.ExecutionError):
+            engine.complete(prompts(200, [60])[0], principal=Principal("other"), sampling=SHORT)
+    engine.purge("other")
+    assert engine.complete([5, 6, 7], principal=WHO, sampling=SHORT).token_ids == want
+
+
 @pytest.mark.parametrize("how", ["close", "with", "drop"])
 def test_a_reader_that_goes_away_frees_everything(how: str, engine: Engine) -> None:
     stream = engine.stream(HELLO, principal=WHO, sampling=ENDLESS)

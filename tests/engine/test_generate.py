@@ -62,7 +62,7 @@ def run_together(engine: Engine, asked: list[tuple[list[int], Principal]], sampl
 
     sinks = [queue.SimpleQueue[Any]() for _ in asked]
     made = [
-        engine.prepare_text(prompt, who, sampling, None, sink.put)
+        engine.builder.text(prompt, who, sampling, None, sink.put)
         for (prompt, who), sink in zip(asked, sinks, strict=True)
     ]
     for request in made:

@@ -35,18 +35,6 @@ def test_a_short_table_is_filled_with_its_own_block() -> None:
     assert meta.block_table.tolist() == [[7, 7, 7], [1, 2, 3]]
 
 
-def test_blocks_that_a_chunk_opens_and_does_not_fill_are_named() -> None:
-    """Their rows behind the end may be a former owner's."""
-    batch = build(
-        Chunk([1], 4, [0, 1], True),  # first row of block 1
-        Chunk([1], 5, [2, 3], True),  # goes on in block 3
-        Chunk([1, 1, 1, 1], 0, [4], True),  # fills block 4
-        Chunk([1] * 5, 3, [5, 6], True),  # ends with block 6 filled
-        Chunk([1] * 2, 3, [7, 8], True),  # first row of block 8
-    )
-    assert batch.opened_blocks == (1, 8)
-
-
 @pytest.mark.parametrize(
     "chunk",
     [Chunk([], 0, [0], True), Chunk([1], -1, [0], True), Chunk([1] * 5, 0, [0], True), Chunk([1], 0, [10], True)],
