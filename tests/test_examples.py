@@ -86,18 +86,17 @@ MakeApp = Callable[..., tuple[Any, Engine]]
 
 @pytest.fixture
 def make_app() -> Iterator[MakeApp]:
-    """Build the example's application over an engine of the test's own: a tiny model, or the one given."""
+    """Build the example's application over an engine of the test's own, with a tiny model."""
     spec = importlib.util.spec_from_file_location("fastapi_chatbot", EXAMPLES / "fastapi_chatbot.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     engines = []
 
-    def make(engine: Engine | None = None, policies: Any = None, **scheduler: Any) -> tuple[Any, Engine]:
-        if engine is None:
-            cache = CacheConfig(memory="8MiB")
-            config = EngineConfig(cache=cache, scheduler=SchedulerConfig(**scheduler), debug=True)
-            engine = Engine(tiny_model("llama"), byte_tokenizer(), config=config, policies=policies)
+    def make(policies: Any = None, **scheduler: Any) -> tuple[Any, Engine]:
+        cache = CacheConfig(memory="8MiB")
+        config = EngineConfig(cache=cache, scheduler=SchedulerConfig(**scheduler), debug=True)
+        engine = Engine(tiny_model("llama"), byte_tokenizer(), config=config, policies=policies)
         engines.append(engine)
         return module.create_app(AsyncEngine.from_engine(engine)), engine
 
@@ -115,17 +114,23 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
 
 
-def test_the_backend_streams_events_and_reports_cached_tokens(make_app: MakeApp, loaded_demo: None) -> None:
-    """On the demo model, whose tokens do not always end where a character does."""
-    app, _ = make_app(Engine.from_pretrained("demo"))
-    client = TestClient(app)
-    plain = post(client).json()
-    assert plain["message"]["role"] == "assistant"
-    assert plain["usage"]["cached_tokens"] == 0
+def test_the_backend_streams_events_and_reports_cached_tokens(
+    run: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program itself, on the demo model; only the server that waits for clients is replaced by one client."""
+    answers: list[httpx.Response] = []
 
-    response = post(client, stream=True)
-    assert response.headers["content-type"].startswith("text/event-stream")
-    *deltas, last = events(response.text)
+    def serve(app: Any) -> None:
+        client = TestClient(app)
+        answers.extend([post(client), post(client, stream=True)])
+
+    monkeypatch.setattr(uvicorn, "run", serve)
+    run("fastapi_chatbot")
+    plain, streamed = answers
+    assert plain.json()["message"]["role"] == "assistant"
+    assert plain.json()["usage"]["cached_tokens"] == 0
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    *deltas, last = events(streamed.text)
     assert all(event["usage"] is None for event in deltas)
     assert last["usage"]["cached_tokens"] == last["usage"]["prompt_tokens"] - 1, "the same prompt again"
     assert len(deltas) + 1 == last["usage"]["completion_tokens"], "a piece for each token"
