@@ -126,7 +126,7 @@ def format_summary(rows: Sequence[TurnRow], stats: EngineStats, elapsed_s: float
     lines = [
         f"hit rate    {stats.hit_rate:.1%}: {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens were cached",
         f"cold        {_milliseconds(_median_ttft_s(cold))} to first token (median of {len(cold)}: "
-        "each tenant's first request)",
+        "each tenant's first request, all at the same time)",
         f"warm        {_milliseconds(_median_ttft_s(warm))} to first token (median of {len(warm)}: turns 2 and later), "
         f"{statistics.mean(row.computed_tokens for row in warm):.0f} of "
         f"{statistics.mean(row.prompt_tokens for row in warm):.0f} tokens computed on average",
