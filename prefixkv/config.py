@@ -12,8 +12,8 @@ from prefixkv.errors import ConfigError, InvalidRequest
 
 __all__ = ["KV_FORMATS", "CacheConfig", "EngineConfig", "SamplingParams", "SchedulerConfig", "parse_memory"]
 
-KV_FORMATS = ("model",)
-"""Formats a pool can be built in. ``model`` keeps K and V as the model computes them."""
+KV_FORMATS = ("model", "int8", "k8v4", "k4v8", "int4")
+"""Formats a pool can be built in: ``model`` keeps K and V as computed, the others store 8 or 4 bits a number."""
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE | re.ASCII)

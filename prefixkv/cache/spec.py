@@ -2,11 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-__all__ = ["DTYPE_BYTES", "KVCacheSpec", "LayerSpec"]
+__all__ = ["DTYPE_BYTES", "KV_LAYOUTS", "KVCacheSpec", "LayerSpec", "RowFormat"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How the numbers of one token and kv head are stored.
+
+    Attributes:
+        bits: 8 (symmetric, one float32 scale a row), 4 (a float16 scale and minimum per group), or None: as computed.
+        group: Most numbers that share a scale, in the 4-bit format.
+        rotate: Whether rows are turned by a Hadamard matrix first, which spreads outliers over the row.
+    """
+
+    bits: int | None = None
+    group: int = 32
+    rotate: bool = False
+
+    def group_size(self, dim: int) -> int:
+        """Return the numbers per group: the largest divisor of ``dim`` that is at most ``group``."""
+        return next(size for size in range(min(self.group, dim), 0, -1) if dim % size == 0)
+
+    def row_bytes(self, dim: int, dtype: str) -> int:
+        """Return the bytes of one row of ``dim`` numbers, scales included."""
+        if self.bits is None:
+            return dim * DTYPE_BYTES[dtype]
+        if self.bits == 8:
+            return dim + 4
+        return dim // 2 + 4 * (dim // self.group_size(dim))
+
+
+_AS_COMPUTED = RowFormat()
+_INT8 = RowFormat(bits=8)
+_K4 = RowFormat(bits=4, group=16, rotate=True)
+_V4 = RowFormat(bits=4, group=32)
+
+KV_LAYOUTS: Mapping[str, tuple[RowFormat, RowFormat]] = MappingProxyType(
+    {
+        "model": (_AS_COMPUTED, _AS_COMPUTED),
+        "int8": (_INT8, _INT8),
+        "k8v4": (_INT8, _V4),
+        "k4v8": (_K4, _INT8),
+        "int4": (_K4, _V4),
+    }
+)
+"""Every format by name: how keys and how values are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +71,7 @@ class KVCacheSpec:
     Attributes:
         layers: One entry per attention layer, in layer order.
         dtype: What the model computes in: a key of :data:`DTYPE_BYTES`.
-        kv_format: How rows are stored.
+        kv_format: How rows are stored: a key of :data:`KV_LAYOUTS`.
         block_size: Tokens per block.
     """
 
@@ -37,8 +83,11 @@ class KVCacheSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that K and V of one token take over all layers, scales included."""
-        numbers = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
-        return numbers * DTYPE_BYTES[self.dtype]
+        key, value = KV_LAYOUTS[self.kv_format]
+        return sum(
+            layer.num_kv_heads * (key.row_bytes(layer.key_dim, self.dtype) + value.row_bytes(layer.value_dim, self.dtype))
+            for layer in self.layers
+        )
 
     @property
     def bytes_per_block(self) -> int:

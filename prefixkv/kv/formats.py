@@ -2,8 +2,9 @@
 
 A :class:`KVFormat` pairs one codec for keys with one for values, because they tolerate different precision. A codec
 says which tensors a row needs, turns rows into them (``encode``, once, when a token is written) and back (``decode``).
-Storage moves the parts about without looking inside; kernels read the parts themselves and use ``decode`` as oracle.
-To add a format, write a codec, enter it in :data:`FORMATS` and in ``config.KV_FORMATS``.
+Storage moves the parts about without looking inside; kernels read the parts themselves and have ``decode`` as oracle.
+To add a format, describe it in :data:`prefixkv.cache.spec.KV_LAYOUTS`, name it in ``config.KV_FORMATS``, and write a
+codec here if none of these reads it.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
-from prefixkv.cache.spec import LayerSpec
+from prefixkv.cache.spec import KV_LAYOUTS, RowFormat
 from prefixkv.errors import ConfigError
 
-__all__ = ["FORMATS", "TORCH_DTYPES", "KVFormat", "Part", "RowCodec", "get_format"]
+__all__ = ["FORMATS", "TORCH_DTYPES", "KVFormat", "Part", "RowCodec", "get_format", "hadamard"]
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
 """Dtypes a model may compute in, by the names that :mod:`prefixkv.cache.spec` uses."""
+
+_MOST_FP16 = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class RowCodec(Protocol):
         ...
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the parts of rows [T, K, D], each [T, K, *row_shape]. Changes nothing."""
+        """Return the parts of rows [..., D], each [..., *row_shape]. Changes nothing."""
         ...
 
     def decode(self, parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -71,13 +75,6 @@ class KVFormat:
     key: RowCodec
     value: RowCodec
 
-    def bytes_per_token(self, layer: LayerSpec, dtype: str) -> int:
-        """Bytes that K and V of one token take in one layer, scales included."""
-        torch_dtype = TORCH_DTYPES[dtype]
-        key = sum(part.row_bytes for part in self.key.parts(layer.key_dim, torch_dtype))
-        value = sum(part.row_bytes for part in self.value.parts(layer.value_dim, torch_dtype))
-        return layer.num_kv_heads * (key + value)
-
 
 class _AsComputed:
     """Rows exactly as the model computes them."""
@@ -92,7 +89,94 @@ class _AsComputed:
         return parts[0].to(dtype)
 
 
-FORMATS: Mapping[str, KVFormat] = MappingProxyType({"model": KVFormat("model", _AsComputed(), _AsComputed())})
+class _Int8:
+    """Symmetric 8-bit codes with one scale per token and kv head: ``number = code * scale``."""
+
+    def parts(self, dim: int, dtype: torch.dtype) -> tuple[Part, ...]:
+        return Part("codes", (dim,), torch.int8), Part("scales", (), torch.float32)
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = rows.float()
+        scales = rows.abs().amax(-1) / 127
+        # A row of zeros has no scale to divide by; its codes are zero under any.
+        codes = (rows / scales.where(scales > 0, 1)[..., None]).round_().to(torch.int8)
+        return codes, scales
+
+    def decode(self, parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        codes, scales = parts
+        return (codes.float() * scales[..., None]).to(dtype)
+
+
+class _Int4:
+    """Asymmetric 4-bit codes in groups along the row: ``number = code * scale + minimum``, both of them float16.
+
+    Byte ``i`` of a row holds the codes of numbers ``i`` (low nibble) and ``i + D/2`` (high nibble), so that a vector
+    of bytes unpacks into two vectors of neighbours. Where ``rotate`` is set, what is stored is the row times a
+    Hadamard matrix.
+
+    Source: grouped asymmetric quantisation as in KIVI (Liu et al. 2024), rotation as in QuaRot (Ashkboos et al. 2024);
+    groups lie along the head size of one token here, so that a token is quantised once, when it is written.
+    """
+
+    def __init__(self, layout: RowFormat) -> None:
+        self._layout = layout
+
+    def parts(self, dim: int, dtype: torch.dtype) -> tuple[Part, ...]:
+        if dim % 2:
+            raise ConfigError(f"4-bit formats pack two numbers in a byte; a head of {dim} numbers needs int8 or model")
+        groups = dim // self._layout.group_size(dim)
+        return Part("codes", (dim // 2,), torch.uint8), Part("scales", (groups, 2), torch.float16)
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = rows.float()
+        dim = rows.shape[-1]
+        if self._layout.rotate:
+            rows = rows @ hadamard(dim, rows.device)
+        size = self._layout.group_size(dim)
+        groups = rows.reshape(*rows.shape[:-1], dim // size, size)
+        low, high = groups.aminmax(dim=-1)
+        # Codes are made against the scales as stored, so rounding them costs nothing twice.
+        low = low.clamp(-_MOST_FP16, _MOST_FP16).half()
+        scale = ((high - low.float()) / 15).clamp(0, _MOST_FP16).half()
+        step = scale.float()
+        codes = (groups - low.float()[..., None]) / step.where(step > 0, 1)[..., None]
+        codes = codes.round_().clamp_(0, 15).to(torch.uint8).flatten(-2)
+        packed = codes[..., : dim // 2] | codes[..., dim // 2 :] << 4
+        return packed, torch.stack((scale, low), dim=-1)
+
+    def decode(self, parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        packed, scales = parts
+        codes = torch.cat((packed & 15, packed >> 4), dim=-1).float()
+        dim = codes.shape[-1]
+        groups = codes.reshape(*scales.shape[:-1], -1)
+        rows: torch.Tensor = (groups * scales[..., :1].float() + scales[..., 1:].float()).flatten(-2)
+        if self._layout.rotate:
+            rows = rows @ hadamard(dim, rows.device).T
+        return rows.to(dtype)
+
+
+@lru_cache(maxsize=64)
+def hadamard(dim: int, device: torch.device) -> torch.Tensor:
+    """Return the orthonormal Hadamard matrix [D, D] that rows are multiplied with; block-diagonal for odd multiples.
+
+    Source: Sylvester's construction.
+    """
+    power = dim & -dim
+    block = torch.ones(1, 1, device=device)
+    while block.shape[0] < power:
+        block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
+    return torch.kron(torch.eye(dim // power, device=device), block / power**0.5)
+
+
+def _codec(layout: RowFormat) -> RowCodec:
+    if layout.bits is None:
+        return _AsComputed()
+    return _Int8() if layout.bits == 8 else _Int4(layout)
+
+
+FORMATS: Mapping[str, KVFormat] = MappingProxyType(
+    {name: KVFormat(name, _codec(key), _codec(value)) for name, (key, value) in KV_LAYOUTS.items()}
+)
 """Every format, by name."""
 
 

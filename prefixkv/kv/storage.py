@@ -170,8 +170,8 @@ def plan_num_blocks(spec: KVCacheSpec, memory: int | float | str, device: torch.
         ConfigError: If not even one block fits, or the free memory cannot be found out.
     """
     amount = parse_memory(memory)
-    layout = get_format(spec.kv_format)
-    block_bytes = sum(layout.bytes_per_token(layer, spec.dtype) for layer in spec.layers) * spec.block_size
+    get_format(spec.kv_format)
+    block_bytes = spec.bytes_per_block
     budget_bytes = int(amount * _free_bytes(torch.device(device))) if isinstance(amount, float) else amount
     if budget_bytes < block_bytes:
         raise ConfigError(
