@@ -23,6 +23,9 @@ def check_manager(manager: KVCacheManager) -> None:
         references.update(blocks.block_table)
     for nodes in manager.pins.values():
         references.update(node.block_id for node in nodes)
+    held = [node for blocks in manager.sequences.values() for node in blocks.nodes]
+    if any(index.node_of(node.block_id) is not node for nodes in (held, *manager.pins.values()) for node in nodes):
+        raise IntegrityError("a pin or a sequence counts on a block that is not indexed any more")
     idle_nodes = list(idle)
     if len(idle_nodes) != len(idle) or len(set(idle_nodes)) != len(idle):
         raise IntegrityError("the idle list counts wrong")

@@ -47,6 +47,16 @@ class Node:
         """Whether no indexed block follows."""
         return not self.children
 
+    def chain(self) -> list[Node]:
+        """Return the blocks from the start of the text to this one; empty for the root."""
+        chain: list[Node] = []
+        node = self
+        while node.parent is not None:
+            chain.append(node)
+            node = node.parent
+        chain.reverse()
+        return chain
+
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many leading ids are equal. Both sequences must be of the same type."""

@@ -6,7 +6,7 @@ Only the engine thread calls it. It never touches a tensor: what must happen to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from prefixkv.cache.audit import check_manager
@@ -71,20 +71,20 @@ class KVCacheManager:
         """
         limit = len(token_ids) - 1 if limit is None else limit
         size, reach = self.block_size, self._reach(scopes)
-        nodes: list[Node] = []
-        parent = self.index.root
-        while (end := (len(nodes) + 1) * size) <= limit:
-            level = scopes.scope_at(end - 1).level
-            node = self._find(reach, level, parent, tuple(token_ids[end - size : end]))
-            if node is None:
+        # The same text may stand in several readable scopes (sent first, published later): follow all of its chains.
+        ends = [self.index.root]
+        while (end := (ends[0].depth + 2) * size) <= limit:
+            level, tokens = scopes.scope_at(end - 1).level, tuple(token_ids[end - size : end])
+            longer = [node for parent in ends for node in self._find(reach, level, parent, tokens)]
+            if not longer:
                 break
-            nodes.append(node)
-            parent = node
-        start = len(nodes) * size
+            ends = longer
+        start = (ends[0].depth + 1) * size
         rest = tuple(token_ids[start : min(limit, start + size)])
-        partial, rows = self.index.longest_overlap(reach, parent, rest)
+        overlaps = [(parent, *self.index.longest_overlap(reach, parent, rest)) for parent in ends]
+        parent, partial, rows = max(overlaps, key=lambda overlap: (overlap[2], overlap[1] is not None))
         diverged = partial is not None and rows < len(rest) and rows < len(partial.tokens)
-        return PrefixMatch(tuple(nodes), partial if rows else None, rows, start + rows, diverged)
+        return PrefixMatch(tuple(parent.chain()), partial if rows else None, rows, start + rows, diverged)
 
     def shareable_prefix(self, seq_id: int, scopes: ScopeMap) -> int:
         """Return how many leading positions of an open sequence a reader with ``scopes`` will be able to reuse."""
@@ -282,31 +282,30 @@ class KVCacheManager:
 
     def _find(
         self, reach: dict[ScopeKey, ScopeLevel], level: ScopeLevel, parent: Node, tokens: tuple[int, ...]
-    ) -> Node | None:
-        """Look in the readable scopes that are not narrower than ``level``, so that chains never widen."""
+    ) -> Iterator[Node]:
+        """Look in the readable scopes not narrower than ``level``, widest first; so no chain ever widens."""
         for scope_key, own in reach.items():
-            if own <= level and (node := self.index.find(scope_key, parent, tokens)):
-                return node
-        return None
+            if own <= level and scope_key in parent.children:
+                node = self.index.find(scope_key, parent, tokens)
+                if node is not None:
+                    yield node
 
     def _commit_block(self, blocks: SequenceBlocks, tokens: tuple[int, ...]) -> None:
         place = len(blocks.nodes)
         parent = blocks.nodes[-1] if place else self.index.root
-        end = (place + 1) * self.block_size
-        self._publish_wider_part(blocks, parent, tokens)
-        scope = blocks.scopes.scope_at(end - 1)
+        scope = self._publish_wider_parts(blocks, parent, tokens)
         if scope.level is ScopeLevel.REQUEST:
             blocks.sealed = True
             return
         tail, blocks.tail = blocks.tail, None
-        node = self._find(blocks.reach, scope.level, parent, tokens)
+        node = next(self._find(blocks.reach, scope.level, parent, tokens), None)
         block_id = blocks.block_table[place]
         if node is not None:
             # Somebody else committed the same block meanwhile: use theirs and give ours back.
             self._acquire(node)
             blocks.block_table[place] = node.block_id
-            if tail:
-                self.index.remove(tail)
+            if tail and self.pool.references(block_id) == 1:
+                self.index.remove(tail)  # only ours; a pinned one stays
             self._drop(block_id)
         elif tail:
             self.index.extend(tail, tokens)
@@ -318,9 +317,9 @@ class KVCacheManager:
     def _commit_tail(self, blocks: SequenceBlocks, tokens: tuple[int, ...]) -> None:
         place = len(blocks.nodes)
         parent = blocks.nodes[-1] if place else self.index.root
-        self._publish_wider_part(blocks, parent, tokens)
-        scope = blocks.scopes.scope_at(place * self.block_size + len(tokens) - 1)
-        if scope.level is ScopeLevel.REQUEST:
+        scope = self._publish_wider_parts(blocks, parent, tokens)
+        # Where the scope narrows further on in this block, our rows are copied: narrower ones will follow them here.
+        if scope.level is ScopeLevel.REQUEST or scope != blocks.scopes.scope_at((place + 1) * self.block_size - 1):
             return
         if blocks.tail:
             self.index.extend(blocks.tail, tokens)
@@ -330,32 +329,38 @@ class KVCacheManager:
             key = self.keys.key(scope)
             blocks.tail = self.index.insert(scope, key, parent, tokens, blocks.block_table[place])
 
-    def _publish_wider_part(self, blocks: SequenceBlocks, parent: Node, tokens: tuple[int, ...]) -> None:
+    def _publish_wider_parts(self, blocks: SequenceBlocks, parent: Node, tokens: tuple[int, ...]) -> Scope:
         """Where the scope narrows inside a block, copy the rows before it to a partial block of the wider scope.
 
         The sequence keeps its own block, so a full pool only means that the copy is not made.
+
+        Returns:
+            The scope of the last token.
         """
         start = len(blocks.nodes) * self.block_size
-        for change in blocks.scopes.changes_within(start, start + len(tokens)):
+        end = start + len(tokens)
+        narrows = blocks.scopes.scope_at(end - 1) != blocks.scopes.scope_at(start + self.block_size - 1)
+        for change in [*blocks.scopes.changes_within(start, end), *([end] if narrows else [])]:
             rows = change - start
             scope = blocks.scopes.scope_at(change - 1)
             keys = [key for key, level in blocks.reach.items() if level <= scope.level]
             if self.index.longest_overlap(keys, parent, tokens[:rows])[1] == rows:
                 continue
-            if not self.num_available(scope.tenant):
-                return
-            block_id = self._allocate(scope.tenant)
+            block_id = self._allocate(scope.tenant) if self.num_available(scope.tenant) else None
             if block_id is None:
-                return
+                break
             self._ops.append(CopyRows(blocks.block_table[len(blocks.nodes)], block_id, rows))
             self.index.insert(scope, self.keys.key(scope), parent, tokens[:rows], block_id)
             self._drop(block_id)
+        return blocks.scopes.scope_at(end - 1)
 
     def _allocate(self, tenant: str | None) -> int | None:
         ceiling = self._ceiling(tenant) if tenant is not None else None
-        if ceiling is not None and self.pool.owned_blocks.get(tenant, 0) >= ceiling:
-            self._evict(tenant)
-        elif not self.pool.num_free:
+        if ceiling is not None:
+            # More than once where the ceiling was lowered meanwhile.
+            while self.pool.owned_blocks.get(tenant, 0) >= ceiling and self._evict(tenant):
+                pass
+        if not self.pool.num_free:
             self._evict(self._most_over_share())
         return self.pool.allocate(tenant)
 
@@ -364,11 +369,13 @@ class KVCacheManager:
         tenants = [tenant for tenant in self.idle.tenants() if tenant is not None]
         return max(tenants, key=lambda t: self.pool.owned_blocks[t] / self._weight(t), default=None)
 
-    def _evict(self, tenant: str | None) -> None:
+    def _evict(self, tenant: str | None) -> bool:
         node = self.idle.victim(tenant)
-        if node is not None:
-            self._destroy(node)
-            self.num_evicted += 1
+        if node is None:
+            return False
+        self._destroy(node)
+        self.num_evicted += 1
+        return True
 
     def _destroy(self, node: Node) -> None:
         self.idle.remove(node)
