@@ -85,7 +85,8 @@ class KVCacheSpec:
         """Bytes that K and V of one token take over all layers, scales included."""
         key, value = KV_LAYOUTS[self.kv_format]
         return sum(
-            layer.num_kv_heads * (key.row_bytes(layer.key_dim, self.dtype) + value.row_bytes(layer.value_dim, self.dtype))
+            layer.num_kv_heads
+            * (key.row_bytes(layer.key_dim, self.dtype) + value.row_bytes(layer.value_dim, self.dtype))
             for layer in self.layers
         )
 

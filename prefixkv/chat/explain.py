@@ -25,6 +25,8 @@ _HINTS = {
     "text_changed": "the text differs from here on; put what changes at the end",
 }
 
+_MOST_CLOSING_TOKENS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentReport:
@@ -77,7 +79,7 @@ class CacheReport:
         segments: Its segments.
         prompt_tokens: Tokens of the prompt.
         cached_tokens: Those that were not computed.
-        miss: Why no more, or None where everything before the current turn was cached.
+        miss: Why no more, or None where everything before the current turn was cached, up to the end of the last reply.
         warnings: What the caller should know; quotes no content.
     """
 
@@ -141,7 +143,12 @@ def _miss(prompt: Prompt, cached_tokens: int, diverged: bool) -> MissReason | No
     if cached_tokens >= turn:
         return None
     index = next(i for i, part in enumerate(prompt.segments) if cached_tokens < part.end)
-    code = _CODES.get(prompt.segments[index].kind, "history_edited") if diverged else "first_seen"
+    part = prompt.segments[index]
+    is_reply = part.role == "assistant" and part.end == turn and cached_tokens > part.start
+    if is_reply and not diverged and turn - cached_tokens <= _MOST_CLOSING_TOKENS:
+        # The last token of a reply and the marks that close it are computed first when they come back as history.
+        return None
+    code = _CODES.get(part.kind, "history_edited") if diverged else "first_seen"
     return MissReason(code, index, cached_tokens, turn - cached_tokens, _HINTS[code])
 
 

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, TextIO
 
 from prefixkv.cli.loading import add_model_arguments, load_engine
 from prefixkv.cli.scenario import CONVERSATIONS
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
             line.finish()
         elapsed_s = time.monotonic() - started
         print("\n" + format_table(rows))
-        stats = cast("EngineStats", engine.stats())
+        stats = engine.stats()
         engine.check()
         print("\n" + format_summary(rows, stats, elapsed_s))
         print("check()     every invariant of the cache holds")

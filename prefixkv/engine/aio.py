@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from prefixkv.chat.explain import CacheReport
 from prefixkv.config import EngineConfig, SamplingParams
@@ -223,8 +223,16 @@ class AsyncEngine:
         """See :meth:`Engine.reload_policies`."""
         await asyncio.to_thread(self._engine.reload_policies, source)
 
+    @overload
+    async def stats(self) -> EngineStats: ...
+
+    @overload
+    async def stats(self, tenant: str) -> TenantStats: ...
+
     async def stats(self, tenant: str | None = None) -> EngineStats | TenantStats:
         """See :meth:`Engine.stats`."""
+        if tenant is None:
+            return await asyncio.to_thread(self._engine.stats)
         return await asyncio.to_thread(self._engine.stats, tenant)
 
     async def check(self) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from prefixkv.cache.keys import ScopeKeys
 from prefixkv.cache.manager import KVCacheManager
@@ -297,6 +297,12 @@ class Engine:
         self._policies = PolicySet.load(source)
 
     # -- looking ---------------------------------------------------------------------------------------------------
+
+    @overload
+    def stats(self) -> EngineStats: ...
+
+    @overload
+    def stats(self, tenant: str) -> TenantStats: ...
 
     def stats(self, tenant: str | None = None) -> EngineStats | TenantStats:
         """Return a snapshot of the engine, or of one tenant."""

@@ -57,6 +57,13 @@ def test_nothing_is_missed_where_all_before_the_users_message_is_cached(cached: 
     assert build_report(PROMPT, cached, diverged).miss is None
 
 
+def test_the_marks_that_close_the_last_reply_are_no_miss() -> None:
+    """They are computed when the reply comes back as history; every ordinary turn would report a miss otherwise."""
+    assert build_report(PROMPT, 77, False).miss is None
+    assert build_report(PROMPT, 77, True).miss is not None
+    assert build_report(PROMPT, 65, False).miss is not None
+
+
 def test_segments_say_how_much_of_them_was_cached() -> None:
     report = build_report(PROMPT, 22, True)
     assert [part.cached_tokens for part in report.segments] == [2, 18, 2, 0, 0, 0, 0, 0, 0]

@@ -151,7 +151,7 @@ def test_purge_destroys_what_a_user_had_and_leaves_the_rest(when: str, engine: E
         assert (receipt.blocks, receipt.tokens, receipt.requests_aborted) == (0, 0, 0)
         return
     assert receipt.blocks > 0 and receipt.tokens > 0
-    assert receipt.bytes == receipt.blocks * engine.stats().block_bytes  # type: ignore[union-attr]
+    assert receipt.bytes == receipt.blocks * engine.stats().block_bytes
     assert receipt.requests_aborted == (1 if stream else 0)
     if stream:
         assert [d.finish_reason for d in stream][-1] == "abort"
@@ -169,7 +169,7 @@ def test_purged_memory_is_zero(make_engine: Any) -> None:
     for i in range(6):  # more than fits, so some of it is evicted on the way
         engine.complete(prompts(200, [60], seed=i)[0], principal=WHO, sampling=SHORT)
     engine.purge("acme")
-    assert engine.stats().blocks_free == 10  # type: ignore[union-attr]
+    assert engine.stats().blocks_free == 10
     assert engine._runner.storage.is_zero(range(10))
 
 
@@ -179,7 +179,7 @@ def test_a_purge_without_arguments_empties_the_cache(engine: Engine) -> None:
     engine.chat(HELLO, principal=WHO, sampling=SHORT)
     receipt = engine.purge()
     stats = engine.stats()
-    assert stats.blocks_free == stats.blocks_total  # type: ignore[union-attr]
+    assert stats.blocks_free == stats.blocks_total
     assert receipt.blocks > 0
 
 

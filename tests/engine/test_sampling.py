@@ -38,7 +38,7 @@ def test_n_replies_share_the_prompt_and_differ(engine: Engine) -> None:
     assert len({choice.token_ids for choice in result.choices}) == 4
     assert result.usage.completion_tokens == 4 * 16
     assert result.usage.computed_tokens == len(PROMPT)
-    assert engine.stats().steps < 40  # type: ignore[union-attr]
+    assert engine.stats().steps < 40
     assert reply(engine, n=4, seed=1, temperature=2.0).choices[3].token_ids == result.choices[3].token_ids
 
 
@@ -91,7 +91,7 @@ def test_deltas_add_up_to_the_result(engine: Engine) -> None:
     assert tuple(t for d in deltas for t in d.token_ids) == whole.token_ids
     assert [d.finish_reason for d in deltas[:-1]] == [None] * (len(deltas) - 1)
     assert deltas[-1].finish_reason == "length"
-    assert deltas[-1].usage == stream.result.usage  # type: ignore[union-attr]
+    assert deltas[-1].usage == stream.result.usage
 
 
 def test_timings_add_up(engine: Engine) -> None:
