@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from prefixkv.cache.index import common_prefix
 from prefixkv.cache.manager import KVCacheManager
@@ -29,6 +30,11 @@ class ScheduledChunk:
 
     seq: Sequence
     num_tokens: int
+
+
+class _Shortage(Enum):
+    POOL = "pool"
+    CEILING = "ceiling"
 
 
 class Scheduler:
@@ -138,40 +144,50 @@ class Scheduler:
             match = self.manager.match(seq.token_ids, seq.scopes)
             if self._find_leader(seq, match):
                 continue
-            num_tokens = self._open(seq, match, budget)
-            if num_tokens is None:
-                # Nobody may pass the one that waits for room, or a long prompt would starve.
-                if not self.manager.is_limited_by_ceiling(seq.tenant):
-                    return
+            num_tokens = min(len(seq.token_ids) - match.num_tokens, budget)
+            shortage = self._find_shortage(seq, match, num_tokens)
+            if shortage is _Shortage.POOL:
+                return  # Nobody may pass the one that waits for room, or a long prompt would starve.
+            if shortage is _Shortage.CEILING:
                 full.add(seq.tenant)
                 continue
+            cached = self.manager.open(seq.seq_id, match, seq.scopes, match.num_tokens + num_tokens)
+            if cached is None:
+                return
             self.waiting.remove(seq)
-            self.running.append(seq)
-            seq.status = SequenceStatus.RUNNING
+            self._start(seq, cached, match.diverged)
+            # Where the pool was too small to copy the partial block, more is left to compute than the match promised.
+            num_tokens = min(match.num_tokens + num_tokens - cached, budget)
             step.append(ScheduledChunk(seq, num_tokens))
             budget -= num_tokens
             admitted += 1
 
-    def _open(self, seq: Sequence, match: PrefixMatch, budget: int) -> int | None:
-        """Give a waiting sequence its cached prefix and blocks for its first chunk; None if there is no room."""
-        num_tokens = min(len(seq.token_ids) - match.num_tokens, budget)
-        if self.running:
-            # Leave a spare block per running sequence, and ask for everything a preempted one lost,
-            # or it would be admitted and preempted again and again.
-            target = len(seq.token_ids) if seq.was_preempted else match.num_tokens + num_tokens
-            needed = self.manager.blocks_for(target) - len(match.nodes) + len(self.running)
-            keep = [*match.nodes, match.partial] if match.partial else match.nodes
-            if self.manager.num_available(seq.tenant, keep) < needed:
-                return None
-        cached = self.manager.open(seq.seq_id, match, seq.scopes, match.num_tokens + num_tokens)
-        if cached is None:
-            return None
-        seq.num_computed_tokens = cached
+    def _start(self, seq: Sequence, num_cached: int, diverged: bool) -> None:
+        self.running.append(seq)
+        seq.status = SequenceStatus.RUNNING
+        seq.num_computed_tokens = num_cached
         if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = cached
-            seq.diverged = match.diverged
-        # Where the pool was too small to copy the partial block, more is left to compute than the match promised.
-        return min(match.num_tokens + num_tokens - cached, budget)
+            seq.num_cached_tokens = num_cached
+            seq.diverged = diverged
+
+    def _find_shortage(self, seq: Sequence, match: PrefixMatch, num_tokens: int) -> _Shortage | None:
+        """Say what keeps a waiting sequence from getting its cached prefix and blocks for its first chunk."""
+        manager = self.manager
+        if not self.running:
+            # It gets all there is; only a ceiling that was lowered, or pins, can be in its way.
+            alone = manager.num_available(seq.tenant, match.nodes)
+            if alone >= manager.blocks_for(match.num_tokens + num_tokens) - len(match.nodes):
+                return None
+            return _Shortage.CEILING if manager.is_limited_by_ceiling(seq.tenant) else _Shortage.POOL
+        # A preempted sequence asks for everything it lost, or it would be admitted and preempted again and again.
+        target = len(seq.token_ids) if seq.was_preempted else match.num_tokens + num_tokens
+        needed = manager.blocks_for(target) - len(match.nodes)
+        keep = [*match.nodes, match.partial] if match.partial else match.nodes
+        # A spare block is left for each running sequence; under a ceiling, for each of the same tenant.
+        if manager.num_available(None, keep) < needed + len(self.running):
+            return _Shortage.POOL
+        own = sum(1 for other in self.running if other.tenant == seq.tenant)
+        return _Shortage.CEILING if manager.num_available(seq.tenant, keep) < needed + own else None
 
     @staticmethod
     def _is_led(seq: Sequence) -> bool:
