@@ -23,6 +23,9 @@ _MARKS = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLOSE}]")
 # characters are dropped or fused, and their number says nothing about the number of tokens.
 _RUNS = (" ", "\n", "\t", "a", "\u0301", "\ue123", "\U0001f9ff", "\x01", "\u200b", "\u4e2d")
 _RUN_LENGTH = 2000
+# What is tried behind a place to see whether the tokens before it depend on it, and how many of them are looked at.
+_FOLLOWERS = (*map(chr, range(32, 127)), *"\n\t\r\u00a0éß中あ한א\u0627नд🧿\u0301\u200d")
+_WINDOW_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +167,40 @@ class Encoder:
             return [bisect_right(encoded.ends, position) for position in positions]
         return [self._shared_tokens(text, encoded.token_ids, position, is_marked) for position in positions]
 
+    def settled(self, text: str, position: int, encoded: Encoded) -> int:
+        """Return up to where the tokens before a place are the same whatever character stands there.
+
+        A tokenizer may group the last characters before a place by what follows: `` 10`` is one token, two line breaks
+        are one or two. If such tokens were shared, others could see a trace of the text behind them. Where a control
+        token follows, they cannot: tokenizers split there. One character of context is tried, and some tokens of
+        the text before; without ends the place itself is returned.
+        """
+        if encoded.ends is None or self._control_re.match(text, position):
+            return position
+        first = bisect_right(encoded.ends, position) - _WINDOW_TOKENS
+        start = max(encoded.ends[first - 1] if first > 0 else 0, text.rfind(_CLOSE, 0, position) + 1)
+        window = text[start:position]
+        with self._lock:
+            out = self.tokenizer(
+                [window, *(window + char for char in _FOLLOWERS)],
+                add_special_tokens=False,
+                padding=False,
+                truncation=False,
+                return_offsets_mapping=True,
+                verbose=False,
+            )
+        shared = out["input_ids"][0]
+        for other in out["input_ids"][1:]:
+            shared = shared[: _common(shared, other)]
+        ends = _ends(out["offset_mapping"][0])
+        return start + (ends[len(shared) - 1] if shared and ends else 0)
+
     def _shared_tokens(self, text: str, token_ids: list[int], position: int, is_marked: bool) -> int:
         if position >= len(text):
             return len(token_ids)
         with self._lock:
             alone = (self._encode_pieces if is_marked else self._encode)(text[:position]).token_ids
-        return next((i for i, pair in enumerate(zip(alone, token_ids, strict=False)) if pair[0] != pair[1]), len(alone))
+        return _common(alone, token_ids)
 
     def _encode(self, text: str, **kwargs: Any) -> Encoded:
         out = self.tokenizer(
@@ -229,6 +260,12 @@ class Encoder:
             if tokens * longest < _RUN_LENGTH:
                 return None
         return longest
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many ids two sequences share from the start."""
+    size = min(len(first), len(second))
+    return next((i for i in range(size) if first[i] != second[i]), size)
 
 
 def _private_copy(tokenizer: Any) -> Any:

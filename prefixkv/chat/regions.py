@@ -98,20 +98,30 @@ def lay_out_with_anchors(chat: ChatInput, anchors: Anchors, text: str) -> Layout
     return _Anchored(chat, anchors, full, spans).lay_out()
 
 
-def _spans(rendered: Rendered, messages: int) -> list[tuple[int, int, int]]:
-    """Return (start, end, message) of the contents in the prompt, as the template orders them."""
+@dataclass(frozen=True, slots=True, order=True)
+class _Span:
+    """A content in the prompt. One whose template dropped one end is not whole: the other stands for both."""
+
+    start: int
+    end: int
+    message: int
+    is_whole: bool
+
+
+def _spans(rendered: Rendered, messages: int) -> list[_Span]:
+    """Return the contents in the prompt, as the template orders them."""
     spans = []
     for i in range(messages):
         places = [rendered.at[anchor] for anchor in (2 * i, 2 * i + 1) if anchor in rendered.at]
         if places:
-            spans.append((places[0], places[-1], i))
+            spans.append(_Span(places[0], places[-1], i, len(places) == 2))
     return sorted(spans)
 
 
 class _Anchored:
     """One layout in the making: walks the gaps between contents."""
 
-    def __init__(self, chat: ChatInput, anchors: Anchors, full: Rendered, spans: list[tuple[int, int, int]]) -> None:
+    def __init__(self, chat: ChatInput, anchors: Anchors, full: Rendered, spans: list[_Span]) -> None:
         self._chat, self._anchors, self._full, self._spans = chat, anchors, full, spans
         self._text = full.text
         self._labels = [message_label(chat.messages, i) for i in range(len(chat.messages))]
@@ -124,12 +134,12 @@ class _Anchored:
 
     def lay_out(self) -> Layout:
         self._head()
-        for k, (start, end, i) in enumerate(self._spans):
-            self._content(start, end, i)
+        for k, span in enumerate(self._spans):
+            self._content(span)
             if k + 1 < len(self._spans):
-                self._gap(k)
+                self._gap(span, self._spans[k + 1], k + 1)
             else:
-                self._tail(end, i)
+                self._tail(span)
         self._unplaced_slots()
         return Layout(self._starts, self._narrowed, self._warnings)
 
@@ -137,15 +147,19 @@ class _Anchored:
 
     def _head(self) -> None:
         """Label what stands before the first content."""
-        start, _, i = self._spans[0]
+        i, start = self._spans[0].message, self._spans[0].start
         first = self._chat.messages[0]
-        if not (_is_plain(first) and (first["content"] or "").strip()):
+        if not (self._spans[0].is_whole and _is_plain(first) and (first["content"] or "").strip()):
             # It may show more than text before its text, or be nothing but white space, without anchors.
             self._add(0, self._labels[0])
             self._between(0, start, -1, i)
             return
         alone = self._prefix(0)
         end = 0 if alone is None else min(start, common_prefix(self._text, alone.text))
+        content = self._chat.messages[i]["content"]
+        if self._labels[i].kind is not SegmentKind.SYSTEM or content[:1].isspace():
+            # White space here may be the content's own. Give it up in every request, not only where it is.
+            end = len(self._text[:end].rstrip())
         self._add(0, _PREAMBLE)
         if region := self._tools.get(0):
             self._add(min(region[0], end), _TOOLS)
@@ -153,9 +167,12 @@ class _Anchored:
             self._add(min(region[1], end), self._labels[i] if self._labels[i].kind is SegmentKind.SYSTEM else _PREAMBLE)
         self._add(end, self._labels[i])
 
-    def _content(self, start: int, end: int, i: int) -> None:
+    def _content(self, span: _Span) -> None:
         """Label a content and the slots in it."""
+        start, end, i = span.start, span.end, span.message
         self._add(start, self._labels[i])
+        if not span.is_whole:
+            self._narrowed.append((self._begin(i), self._labels[i]))
         for message, anchor, name in self._anchors.slots:
             if message != i:
                 continue
@@ -168,13 +185,13 @@ class _Anchored:
             elif places != [None, None]:  # half of it was dropped or moved
                 self._narrowed.append((min(self._begin(i), *(place for place in places if place is not None)), label))
 
-    def _gap(self, k: int) -> None:
+    def _gap(self, before: _Span, after: _Span, number: int) -> None:
         """Label what stands between two contents: the end of one message, tools, the head of the next."""
-        _, start, i = self._spans[k]
-        end, _, following = self._spans[k + 1]
-        is_pure = following == i + 1 and all(_is_plain(self._chat.messages[m]) for m in (i, following))
-        cut = self._cut(start, end, i, following, is_pure)
-        region = self._tools.get(k + 1)
+        i, following, end = before.message, after.message, after.start
+        is_pure = following == i + 1 and before.is_whole and after.is_whole
+        is_pure = is_pure and all(_is_plain(self._chat.messages[m]) for m in (i, following))
+        cut = self._cut(before, end, following, is_pure)
+        region = self._tools.get(number)
         if region is None:
             self._add(cut, self._labels[following])
             self._between(cut, end, i, following)
@@ -187,17 +204,17 @@ class _Anchored:
             self._add(cut, self._labels[following])
             self._between(cut, end, i, following)
 
-    def _tail(self, start: int, i: int) -> None:
+    def _tail(self, span: _Span) -> None:
         """Label what stands behind the last content: the end of its message, messages without text, the header."""
-        last, end = len(self._chat.messages) - 1, len(self._text)
-        cut = self._cut(start, end, i, i, False)
+        i, last, end = span.message, len(self._chat.messages) - 1, len(self._text)
+        cut = self._cut(span, end, i, False)
         alone = self._prefix(last)
         if i < last:
             self._add(cut, self._labels[i + 1])
             cut = self._between(cut, end, i, last + 1)
             is_complete = alone is not None and cut == min(end, common_prefix(self._text, alone.text))
         else:
-            is_complete = alone is not None and 2 * i + 1 in alone.at
+            is_complete = span.is_whole and alone is not None and 2 * i + 1 in alone.at
         if self._chat.add_generation_prompt and is_complete:
             self._add(cut, _GENERATION)
 
@@ -216,8 +233,11 @@ class _Anchored:
 
     # -- finding places ------------------------------------------------------------------------------------------
 
-    def _cut(self, start: int, end: int, i: int, following: int, is_pure: bool) -> int:
-        """Return where message ``i`` ends: as far as the chat that stops there goes on with the same text."""
+    def _cut(self, span: _Span, end: int, following: int, is_pure: bool) -> int:
+        """Return where a message ends: as far as the chat that stops there goes on with the same text."""
+        i, start = span.message, span.end
+        if not span.is_whole:
+            return start
         gap = self._text[start:end]
         key = (gap, self._labels[i].role or "", self._labels[following].role or "")
         if is_pure and key in self._tails:  # the same template text between the same roles: no need to render again
@@ -257,7 +277,7 @@ class _Anchored:
         if bare is None:  # some templates are for tools only: compare with made-up ones
             bare = self._locate(replace(self._chat, tools=_STUB_TOOLS))
         spans = [] if bare is None else _spans(bare, len(self._chat.messages))
-        if bare is None or [span[2] for span in spans] != [span[2] for span in self._spans]:
+        if bare is None or [span.message for span in spans] != [span.message for span in self._spans]:
             self._narrowed.append((0, _TOOLS))
             self._warnings.append("where the template renders tools could not be found")
             return {}
@@ -283,8 +303,8 @@ class _Anchored:
     def _begin(self, i: int) -> int:
         """Return where anything of message ``i`` can start."""
         for k, span in enumerate(self._spans):
-            if span[2] == i:
-                return self._spans[k - 1][1] if k else 0
+            if span.message == i:
+                return self._spans[k - 1].end if k else 0
         return 0
 
     def _add(self, start: int, label: Label) -> None:
@@ -293,8 +313,8 @@ class _Anchored:
         self._starts.append((start, label))
 
 
-def _gaps(spans: Sequence[tuple[int, int, int]], length: int) -> tuple[list[int], list[int]]:
-    return [0, *(end for _, end, _ in spans)], [*(start for start, _, _ in spans), length]
+def _gaps(spans: Sequence[_Span], length: int) -> tuple[list[int], list[int]]:
+    return [0, *(span.end for span in spans)], [*(span.start for span in spans), length]
 
 
 def _is_plain(message: Mapping[str, Any]) -> bool:

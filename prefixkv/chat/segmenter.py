@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from prefixkv.chat.encoding import Encoded, Encoder
@@ -173,30 +174,45 @@ class Segmenter:
         self, text: str, encoded: Encoded, layout: Layout, policy: TenantPolicy, is_marked: bool, has_documents: bool
     ) -> tuple[Segment, ...]:
         """Return segments that tile the tokens, each with the narrowest scope up to its end."""
-        regions = _merged(layout.starts, len(text), is_coarse=encoded.ends is None)
-        starts = [start for start, _ in regions]
-        ends = [*self._encoder.cut(text, encoded, starts[1:], is_marked), len(encoded.token_ids)]
-        narrowed = sorted(layout.narrowed, key=lambda item: item[0])
-        narrow_at = self._encoder.cut(text, encoded, [place for place, _ in narrowed], is_marked)
-        levels = [_level(label.kind, label.name, policy) for _, label in narrowed]
-        pending = list(zip(narrow_at, levels, strict=True))
-        scope = policy.scope_level("history") if has_documents else ScopeLevel.PUBLIC
+        widest = policy.scope_level("history") if has_documents else ScopeLevel.PUBLIC
+        pieces = _scoped(layout, len(text), policy, widest, is_coarse=encoded.ends is None)
+        places = [
+            self._encoder.settled(text, start, encoded) if scope > before else start
+            for (_, _, before), (start, _, scope) in pairwise(pieces)
+        ]
+        cuts = [0, *self._encoder.cut(text, encoded, places, is_marked), len(encoded.token_ids)]
+        for i in range(len(cuts) - 2, 0, -1):  # settling may move a cut before the one in front of it
+            cuts[i] = min(cuts[i], cuts[i + 1])
         segments: list[Segment] = []
-        owner: Any = None
-        position = 0
-        for (_, label), end in zip(regions, ends, strict=True):
-            scope = max(scope, _level(label.kind, label.name, policy))
-            while position < end:
-                while pending and pending[0][0] <= position:
-                    scope = max(scope, pending.pop(0)[1])
-                stop = min(end, pending[0][0]) if pending else end
-                if segments and owner == (label, scope):
-                    segments[-1] = Segment(label.kind, segments[-1].start, stop, scope, label.role, label.name)
-                else:
-                    segments.append(Segment(label.kind, position, stop, scope, label.role, label.name))
-                owner = (label, scope)
-                position = stop
+        owner: tuple[Label, ScopeLevel] | None = None
+        for (_, label, scope), start, end in zip(pieces, cuts, cuts[1:], strict=False):
+            if start == end:
+                continue
+            first = segments.pop().start if owner == (label, scope) else start
+            segments.append(Segment(label.kind, first, end, scope, label.role, label.name))
+            owner = (label, scope)
         return tuple(segments)
+
+
+def _scoped(
+    layout: Layout, length: int, policy: TenantPolicy, widest: ScopeLevel, *, is_coarse: bool
+) -> list[tuple[int, Label, ScopeLevel]]:
+    """Return (first character, label, scope) of stretches; scopes only narrow."""
+    narrowed = sorted(((place, _level(label, policy)) for place, label in layout.narrowed), key=lambda item: item[0])
+    regions = _merged(layout.starts, length, is_coarse=is_coarse)
+    pieces: list[tuple[int, Label, ScopeLevel]] = []
+    scope = widest
+    for i, (start, label) in enumerate(regions):
+        end = regions[i + 1][0] if i + 1 < len(regions) else length
+        scope = max(scope, _level(label, policy))
+        while narrowed and narrowed[0][0] <= start:
+            scope = max(scope, narrowed.pop(0)[1])
+        pieces.append((start, label, scope))
+        while narrowed and narrowed[0][0] < end:
+            place, level = narrowed.pop(0)
+            scope = max(scope, level)
+            pieces.append((place, label, scope))
+    return pieces
 
 
 def _merged(starts: Sequence[tuple[int, Label]], length: int, *, is_coarse: bool) -> list[tuple[int, Label]]:
@@ -216,10 +232,10 @@ def _merged(starts: Sequence[tuple[int, Label]], length: int, *, is_coarse: bool
     return kept
 
 
-def _level(kind: SegmentKind, name: str | None, policy: TenantPolicy) -> ScopeLevel:
-    if kind is SegmentKind.SLOT and name is not None:
-        return policy.slot(name).scope
-    return policy.scope_level(kind.value)
+def _level(label: Label, policy: TenantPolicy) -> ScopeLevel:
+    if label.kind is SegmentKind.SLOT and label.name is not None:
+        return policy.slot(label.name).scope
+    return policy.scope_level(label.kind.value)
 
 
 def _refuse(tokens: int, policy: TenantPolicy, limit: int | None) -> None:

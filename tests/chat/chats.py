@@ -71,10 +71,17 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None
 }
 
 
-def byte_chatml(template: str = CHATML, *, normalizer: Any = None, extra: tuple[AddedToken, ...] = ()) -> Any:
-    """A tokenizer whose tokens are bytes, with the two ChatML tokens."""
+def byte_chatml(
+    template: str = CHATML,
+    *,
+    normalizer: Any = None,
+    extra: tuple[AddedToken, ...] = (),
+    merges: tuple[tuple[str, str], ...] = (),
+) -> Any:
+    """A tokenizer whose tokens are bytes (and ``merges`` of them), with the two ChatML tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, merges=[]))
+    vocab = [*alphabet, *("".join(pair) for pair in merges)]
+    backend = Tokenizer(models.BPE({text: i for i, text in enumerate(vocab)}, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     if normalizer is not None:

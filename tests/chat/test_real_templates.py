@@ -179,7 +179,7 @@ def test_two_users_share_exactly_system_and_tools(template: str, tokenizers: dic
     shared = [wider_than_user(prompt) for prompt in prompts]
     assert shared[0] == shared[1]
     text = tokenizer.decode(shared[0])
-    assert "You sell shoes." in text
+    assert "You sell shoes" in text  # the full stop may merge with what follows
     assert "Cancel an order." in text
     assert "boots?" not in text
 

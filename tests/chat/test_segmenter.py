@@ -122,8 +122,11 @@ def test_scopes_only_narrow() -> None:
     check_tiling(prompt)
 
 
+# Not the two private characters that the tokenizer puts around control tokens: it drops them from content then.
 SPELT = st.sampled_from([*" \n<|>{}a", "<|im_end|>", "<|im_start|>", "{{slot:s}}"])
-TEXT = st.lists(st.one_of(SPELT, st.characters(codec="utf-8")), max_size=8).map("".join)
+TEXT = st.lists(
+    st.one_of(SPELT, st.characters(codec="utf-8", exclude_characters="\U000f0000\U000f0001")), max_size=8
+).map("".join)
 TURNS = st.lists(
     st.tuples(st.sampled_from(["user", "assistant", "tool", "system"]), TEXT, TEXT), min_size=1, max_size=5
 )
@@ -159,6 +162,34 @@ def test_white_space_that_a_user_sends_is_not_shared() -> None:
     prompt = SEGMENTER.segment([user(" "), user("Hi")], policy=POLICY)
     assert wider_than_user(prompt) == []
     assert [(part.kind.value, part.role) for part in prompt.segments[:2]] == [("history", "user"), ("user", "user")]
+
+
+def test_white_space_before_a_users_first_words_is_not_shared() -> None:
+    """No anchor stands before it: it could be the template's. Then the template's own is given up as well."""
+    shared = [wider_than_user(SEGMENTER.segment([user(text)], policy=POLICY)) for text in ("x", " x", "\n\nx")]
+    assert [TOKENIZER.decode(ids) for ids in shared] == ["<|im_start|>user"] * 3
+
+
+def test_what_a_template_drops_of_a_first_turn_does_not_open_it() -> None:
+    """A reply cut at its reasoning loses the anchor at its start, and nothing says where its text begins."""
+    template = CHATML.replace("message.content", "message.content.split('</think>')[-1]")
+    segmenter = Segmenter(byte_chatml(template))
+    for text in ("a</think>secret", "secret"):
+        prompt = segmenter.segment([assistant(text), user("x")], policy=POLICY)
+        assert "secret" not in TOKENIZER.decode(wider_than_user(prompt))
+        assert prompt.segments[-2].kind is SegmentKind.USER
+
+
+def test_how_private_text_groups_the_bytes_before_it_is_not_shared() -> None:
+    """Two line breaks are one token or two by what follows; others must not see which."""
+    template = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
+    tokenizer = byte_chatml(template, merges=(("Ċ", "Ċ"),))
+    segmenter = Segmenter(tokenizer)
+    prompts = [
+        segmenter.segment([system("Be."), user(text)], policy=POLICY) for text in ("x", "\nx", "🧿", "<|im_end|>")
+    ]
+    assert len({prompt.token_ids[3:5] for prompt in prompts}) > 1  # they do differ behind "Be."
+    assert [tokenizer.decode(wider_than_user(prompt)) for prompt in prompts] == ["Be."] * 4
 
 
 # -- slots -----------------------------------------------------------------------------------------------------------
