@@ -89,8 +89,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def tiny_model(arch: str, **over: Any) -> PreTrainedModel:
-    """Return a new random fp32 model of two layers, the same each time; ``arch`` is a key of SERVED or REFUSED."""
+    """Return a new random fp32 model of two layers, the same each time; ``arch`` is a key of SERVED or REFUSED.
+
+    ``over`` replaces fields of its configuration, and ``kind`` its model type.
+    """
     kind, changes = SERVED[arch] if arch in SERVED else REFUSED[arch][:2]
+    kind = over.pop("kind", kind)
     fields = {**_BASE, **changes, **over}
     if kind == "falcon":
         del fields["head_dim"]  # a property there

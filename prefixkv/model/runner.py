@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from prefixkv.config import CacheConfig
 from prefixkv.errors import UnsupportedModel
 from prefixkv.kv.storage import KVStorage, plan_num_blocks
 from prefixkv.model.batch import Chunk, ForwardBatch
+from prefixkv.model.fused import FusedDecoder, NotFusable
 from prefixkv.model.hook import Attachment, PoolStep, active_step
 from prefixkv.model.inspect import ModelShape, observe, refuse_unsupported
 from prefixkv.model.load import LoadedModel
@@ -39,6 +41,7 @@ class ModelRunner:
         storage: The pool.
         backend: Name of the attention backend.
         refusals: Name of a better backend to why it was refused.
+        decoder_refusal: Why it is not the fused one, or None.
         self_test_error: What the self-test measured, in the unit of its tolerance.
     """
 
@@ -56,7 +59,9 @@ class ModelRunner:
         self.storage = storage
         self.backend = choice.backend.name
         self.refusals = choice.refusals
+        self.decoder_refusal: str | None = None
         self.self_test_error = 0.0
+        self._fused: FusedDecoder | None = None
         self._model = model
         self._attachment = attachment
         self._shape = shape
@@ -81,11 +86,16 @@ class ModelRunner:
             choice = select_backend(shape.attention_spec(spec, loaded.device.type))
             num_blocks = plan_num_blocks(spec, cache.memory, loaded.device)
             runner = cls(model, attachment, shape, KVStorage(spec, num_blocks, loaded.device), choice)
-            runner.self_test_error = runner._self_test(loaded)
+            runner._prove(loaded)
         except BaseException:
             attachment.detach()
             raise
         return runner
+
+    @property
+    def decoder(self) -> str:
+        """``"fused"`` or ``"stock"``: what runs the layers."""
+        return "stock" if self._fused is None else "fused"
 
     def execute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Compute one step; writes the rows of every chunk's tokens.
@@ -110,6 +120,9 @@ class ModelRunner:
         self._attachment.detach()
 
     def _forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
+        if self._fused is not None and self._fused.is_current():
+            with torch.inference_mode():
+                return self._fused.forward(batch, storage, self._backend).float()
         step = PoolStep(storage, self._backend, batch.attention, self._shape.windows)
         options: dict[str, Any] = {"use_cache": False, "return_dict": True}
         if self._shape.keeps_logits:
@@ -123,8 +136,27 @@ class ModelRunner:
                 logits = logits.index_select(0, batch.logits_rows)
             return logits.float()
 
-    def _self_test(self, loaded: LoadedModel) -> float:
-        """Compare stock logits with pool logits on random tokens; uses a small pool of its own.
+    def _prove(self, loaded: LoadedModel) -> None:
+        """Compare the stock model with the pool, and take the fused decoder if it passes the same test.
+
+        Raises:
+            UnsupportedModel: If the logits differ more than rounding explains.
+        """
+        longest = min(_SELF_TEST_TOKENS, loaded.max_context or _SELF_TEST_TOKENS)
+        generator = torch.Generator().manual_seed(0)
+        lengths = (longest, max(1, longest * 2 // 3))
+        prompts = [torch.randint(0, loaded.vocab_size, (n,), generator=generator) for n in lengths]
+        want = torch.cat([self._stock_logits(prompt) for prompt in prompts])
+        self.self_test_error = self._self_test([prompt.tolist() for prompt in prompts], want)
+        try:
+            self._fused = FusedDecoder(self._model, self._shape)
+            self.self_test_error = self._self_test([prompt.tolist() for prompt in prompts], want)
+        except (NotFusable, UnsupportedModel) as error:
+            self._fused = None
+            self.decoder_refusal = str(error)
+
+    def _self_test(self, prompts: list[list[int]], want: torch.Tensor) -> float:
+        """Compute the prompts in a small pool of their own and compare logits with ``want``.
 
         Returns:
             The difference as a share of the spread of the logits.
@@ -132,12 +164,7 @@ class ModelRunner:
         Raises:
             UnsupportedModel: If they differ more than rounding explains.
         """
-        longest = min(_SELF_TEST_TOKENS, loaded.max_context or _SELF_TEST_TOKENS)
-        lengths = (longest, max(1, longest * 2 // 3))
-        generator = torch.Generator().manual_seed(0)
-        prompts = [torch.randint(0, loaded.vocab_size, (n,), generator=generator) for n in lengths]
-        want = torch.cat([self._stock_logits(prompt) for prompt in prompts])
-        got = torch.cat(self._pooled_logits([prompt.tolist() for prompt in prompts]))
+        got = torch.cat(self._pooled_logits(prompts))
         error = (got - want).abs().mean(-1) / want.std(-1).clamp_min(1e-6)
         # One expert chosen otherwise by rounding may move a token far: in 16 bits the middle one counts. A wrong mask,
         # position or option moves most of them.
@@ -161,7 +188,8 @@ class ModelRunner:
         needed = [-(-len(prompt) // block_size) for prompt in prompts]
         ids = list(range(sum(needed)))[::-1]
         tables = [ids[: needed[0]], ids[needed[0] :]]
-        storage = KVStorage(self.spec, len(ids), self.storage.device)
+        # What is proved here is the plumbing; what a format costs is measured by calibration, not by a tight bound.
+        storage = KVStorage(replace(self.spec, kv_format="model"), len(ids), self.storage.device)
         rows: list[list[torch.Tensor]] = [[] for _ in prompts]
         cuts = [len(prompt) // 2 for prompt in prompts]
         for starts, ends in (([0, 0], cuts), (cuts, [len(prompt) for prompt in prompts])):

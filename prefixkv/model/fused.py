@@ -1,0 +1,264 @@
+"""A decoder of few operations a layer for models of the llama shape, on the model's own weights.
+
+The stock model stays the judge: the self-test compares both at load, and where it, or anything else, speaks against
+this path the hook serves. Projections that read the same input are merged; the model's parameters become views of the
+merged ones, so no weight lies in memory twice and the user's model works as before. Hooks and patched methods on the
+model are honoured: while there are any, the stock modules run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from prefixkv.attention.base import AttentionBackend
+from prefixkv.kv.storage import KVStorage
+from prefixkv.model.batch import ForwardBatch
+from prefixkv.model.inspect import ModelShape
+
+__all__ = ["FusedDecoder", "NotFusable"]
+
+FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3", "olmo2")
+"""Model types whose layers are the ones written down here."""
+
+
+class NotFusable(Exception):
+    """The model is not of the shape; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    weight: torch.Tensor
+    eps: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One decoder layer. A norm that the family does not have is the identity.
+
+    Attributes:
+        norms: Before attention, behind attention, before the MLP, behind the MLP.
+        qkv: Merged projection to [T, (H + 2K) * D].
+        qk_norm: Norms of queries and keys, None if there are none.
+        qk_norm_per_head: Whether they are taken per head, or over the whole row.
+        out: Back from [T, H * D].
+        gate_up: Merged projection to [T, 2I].
+        act: Activation of the gate.
+        down: Back from [T, I].
+        rotates: Whether the layer has RoPE.
+        scaling: Factor of the scores.
+    """
+
+    norms: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    qkv: _Linear
+    qk_norm: tuple[_Norm, _Norm] | None
+    qk_norm_per_head: bool
+    out: _Linear
+    gate_up: _Linear
+    act: Callable[[torch.Tensor], torch.Tensor]
+    down: _Linear
+    rotates: bool
+    scaling: float
+
+
+class FusedDecoder:
+    """Runs steps on a model's weights. Stateless between steps."""
+
+    def __init__(self, model: PreTrainedModel, shape: ModelShape) -> None:
+        """Read the layers and merge their projections; the model's parameters become views.
+
+        Raises:
+            NotFusable: If the model is not of the shape. Nothing has changed then.
+        """
+        if getattr(model.config, "model_type", "") not in FAMILIES:
+            raise NotFusable(f"no fused decoder for model type {getattr(model.config, 'model_type', '?')!r}")
+        inner: Any = getattr(model, "model", None)
+        self._head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        _check_plain(model, inner)
+        self._embedding: nn.Embedding = inner.embed_tokens
+        self._rope: Any = inner.rotary_emb
+        self._norm = _norm(inner.norm)
+        self._shape = shape
+        self._layers = [_read_layer(layer) for layer in inner.layers]
+        modules = [module for module in model.modules() if module is not self._rope]
+        self._modules = modules
+        self._forwards = {kind: kind.forward for kind in {type(module) for module in modules}}
+
+    def is_current(self) -> bool:
+        """Return whether the model is as it was read: no hook and no patched method asks to be run."""
+        return all(kind.forward is forward for kind, forward in self._forwards.items()) and not any(
+            module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+            for module in self._modules
+        )
+
+    def forward(self, batch: ForwardBatch, storage: KVStorage, backend: AttentionBackend) -> torch.Tensor:
+        """Compute one step; writes its rows to the pool.
+
+        Returns:
+            [R, V] logits of the rows the batch asks for, in the model's dtype.
+        """
+        x = functional.embedding(batch.input_ids[0], self._embedding.weight)  # [T, hidden]
+        cos, sin = self._rope(x[None], batch.position_ids)  # [1, T, rotated]
+        half = cos.shape[-1] // 2
+        turn = cos[0, :, None, :half], sin[0, :, None, :half]
+        meta = batch.attention
+        for index, layer in enumerate(self._layers):
+            spec = self._shape.layers[index]
+            q, k, v = self._project(layer, layer.norms[0](x), self._shape.num_heads[index], spec.num_kv_heads, turn)
+            storage.write(index, meta.slot_mapping, k, v)
+            attended = backend.forward(
+                index,
+                q,
+                storage,
+                meta,
+                scaling=layer.scaling,
+                window=self._shape.windows[index],
+                softcap=None,
+                sinks=None,
+            )
+            x = x + layer.norms[1](layer.out(attended.flatten(1)))
+            gate, up = layer.gate_up(layer.norms[2](x)).chunk(2, dim=-1)
+            x = x + layer.norms[3](layer.down(layer.act(gate) * up))
+        return functional.linear(self._norm(x.index_select(0, batch.logits_rows)), self._head.weight, self._head.bias)
+
+    def _project(
+        self,
+        layer: _Layer,
+        x: torch.Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        turn: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q [T, H, D], k and v [T, K, D], normed and turned."""
+        rows = layer.qkv(x)
+        heads = num_heads + 2 * num_kv_heads
+        dim = rows.shape[1] // heads
+        if layer.qk_norm is not None and not layer.qk_norm_per_head:
+            q, k, v = rows.split((num_heads * dim, num_kv_heads * dim, num_kv_heads * dim), dim=-1)  # type: ignore[no-untyped-call]
+            rows = torch.cat((layer.qk_norm[0](q), layer.qk_norm[1](k), v), dim=-1)
+        rows = rows.view(-1, heads, dim)
+        both, v = rows[:, : num_heads + num_kv_heads], rows[:, num_heads + num_kv_heads :]
+        if layer.qk_norm is not None and layer.qk_norm_per_head:
+            both = torch.cat((layer.qk_norm[0](both[:, :num_heads]), layer.qk_norm[1](both[:, num_heads:])), dim=1)
+        if layer.rotates:
+            both = _rotate(both, *turn)
+        return both[:, :num_heads], both[:, num_heads:], v
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn the first numbers of each head of [T, heads, D] by cos and sin [T, 1, R/2], the same for both halves."""
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * half < x.shape[-1]:
+        parts.append(x[..., 2 * half :])
+    return torch.cat(parts, dim=-1)
+
+
+def _check_plain(model: PreTrainedModel, inner: Any) -> None:
+    for name in ("embed_tokens", "layers", "norm", "rotary_emb"):
+        if not hasattr(inner, name):
+            raise NotFusable(f"the model has no {name}")
+    for name, module in model.named_modules():
+        holds_weight = any(True for _ in module.parameters(recurse=False))
+        plain = type(module) in (nn.Linear, nn.Embedding) or type(module).__name__.endswith("RMSNorm")
+        if holds_weight and not plain:
+            raise NotFusable(f"{name} is a {type(module).__name__}, not a plain layer")
+    for layer in inner.layers:
+        for part, names in ((layer, ("self_attn", "mlp")), (layer.self_attn, ("o_proj",)), (layer.mlp, ("down_proj",))):
+            for name in names:
+                if not hasattr(part, name):
+                    raise NotFusable(f"a layer has no {name}")
+
+
+def _read_layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    if hasattr(layer, "input_layernorm"):
+        norms = (_norm(layer.input_layernorm), _same, _norm(layer.post_attention_layernorm), _same)
+    else:
+        norms = (_same, _norm(layer.post_attention_layernorm), _same, _norm(layer.post_feedforward_layernorm))
+    has_norm = hasattr(attention, "q_norm")
+    return _Layer(
+        norms=norms,
+        qkv=_merge(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+        qk_norm=(_norm(attention.q_norm), _norm(attention.k_norm)) if has_norm else None,
+        qk_norm_per_head=has_norm and attention.q_norm.weight.shape[0] == attention.head_dim,
+        out=_linear(attention.o_proj),
+        gate_up=_merge(mlp, ("gate_proj", "up_proj"), "gate_up_proj"),
+        act=getattr(mlp, "act_fn", None) or mlp.activation_fn,
+        down=_linear(mlp.down_proj),
+        rotates=bool(getattr(attention, "use_rope", True)),
+        scaling=float(attention.scaling),
+    )
+
+
+def _norm(module: Any) -> _Norm:
+    return _Norm(module.weight.detach(), float(module.variance_epsilon))
+
+
+def _linear(module: nn.Linear) -> _Linear:
+    return _Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def _merge(owner: Any, names: tuple[str, ...], merged_name: str) -> _Linear:
+    """Return one projection for several; the parameters of the parts become views of it."""
+    if hasattr(owner, merged_name):
+        return _linear(getattr(owner, merged_name))
+    parts = [getattr(owner, name) for name in names]
+    merged = _merge_tensors([part.weight for part in parts])
+    biases = [part.bias for part in parts]
+    if all(bias is None for bias in biases):
+        return _Linear(merged, None)
+    if any(bias is None for bias in biases):
+        raise NotFusable(f"only some of {', '.join(names)} have a bias")
+    return _Linear(merged, _merge_tensors(biases))
+
+
+def _merge_tensors(parts: list[torch.Tensor]) -> torch.Tensor:
+    sizes = [part.shape[0] for part in parts]
+    joined = _joined(parts)
+    if joined is not None:
+        return joined
+    with torch.no_grad():
+        merged = torch.cat([part.detach() for part in parts])
+        for part, view in zip(parts, merged.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+            part.data = view
+    return merged
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return the tensor that the parts are views of already (another engine merged them), or None."""
+    first = parts[0]
+    end = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or not part.is_contiguous() or part.dtype != first.dtype:
+            return None
+        end += part.nbytes
+    storage = first.untyped_storage()
+    if end - storage.data_ptr() > storage.nbytes():
+        return None
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride())

@@ -1,0 +1,119 @@
+"""The fused decoder is the stock model in fewer operations, on the same weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from prefixkv.config import CacheConfig
+from prefixkv.model.batch import Chunk
+from prefixkv.model.fused import FAMILIES
+from prefixkv.model.load import wrap
+from prefixkv.model.runner import ModelRunner
+from tests.support import SERVED, byte_tokenizer, random_ids, stock_greedy, tiny_model
+
+FUSED = [arch for arch, (kind, _) in SERVED.items() if kind in FAMILIES]
+STEPS = [Chunk(random_ids(40), 0, [3, 1, 2], True), Chunk(random_ids(20, 1), 0, [5, 6], True)]
+
+
+def make(model: Any, **cache: Any) -> ModelRunner:
+    return ModelRunner.build(wrap(model, byte_tokenizer()), CacheConfig(memory="2MiB", block_size=16, **cache))
+
+
+@pytest.mark.parametrize("arch", FUSED)
+def test_it_gives_the_logits_of_the_stock_layers(arch: str, monkeypatch: Any) -> None:
+    runner = make(tiny_model(arch))
+    assert runner.decoder == "fused"
+    fused = runner.execute(STEPS)
+    monkeypatch.setattr(runner, "_fused", None)
+    torch.testing.assert_close(fused, runner.execute(STEPS), atol=1e-4, rtol=1e-4)
+
+
+def test_every_family_it_names_is_tried() -> None:
+    """SmolLM3 leaves RoPE out of some layers; it has a tiny model of its own here."""
+    assert {SERVED[arch][0] for arch in FUSED} | {"smollm3"} == set(FAMILIES)
+
+
+def test_layers_without_rope_stay_without(monkeypatch: Any) -> None:
+    runner = make(tiny_model("llama", kind="smollm3", no_rope_layers=[1, 0], layer_types=["full_attention"] * 2))
+    assert runner.decoder == "fused"
+    fused = runner.execute(STEPS)
+    monkeypatch.setattr(runner, "_fused", None)
+    torch.testing.assert_close(fused, runner.execute(STEPS), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gpt2", "mixtral"])
+def test_other_models_keep_their_own_layers_and_it_says_why(arch: str) -> None:
+    runner = make(tiny_model(arch))
+    assert runner.decoder == "stock"
+    assert runner.decoder_refusal
+
+
+def test_no_weight_lies_in_memory_twice_and_the_users_model_is_as_it_was() -> None:
+    model = tiny_model("qwen2")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    want = stock_greedy(model, random_ids(30), 8)
+    runner = make(model)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
+    assert stock_greedy(model, random_ids(30), 8) == want
+    attention = model.model.layers[0].self_attn
+    shared = attention.q_proj.weight.untyped_storage().data_ptr()
+    assert attention.v_proj.weight.untyped_storage().data_ptr() == shared
+    again = make(model)
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == shared
+    torch.testing.assert_close(again.execute(STEPS), runner.execute(STEPS))
+
+
+def test_a_weight_changed_in_place_is_seen() -> None:
+    """An adapter merged into the model by its owner must not be missed."""
+    model = tiny_model("llama")
+    runner = make(model)
+    before = runner.execute(STEPS)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(0.5)
+    assert not torch.allclose(before, runner.execute(STEPS))
+
+
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "patched method", "patched class"])
+def test_what_the_owner_hangs_on_the_model_is_run(how: str, monkeypatch: Any) -> None:
+    model = tiny_model("llama")
+    runner = make(model)
+    layer, calls = model.model.layers[1].mlp, []
+    if how == "hook":
+        layer.register_forward_hook(lambda *args: calls.append(1))
+    elif how == "pre-hook":
+        layer.register_forward_pre_hook(lambda *args: calls.append(1))
+    else:
+        stock = type(layer).forward
+
+        def patched(self: Any, *args: Any) -> Any:
+            calls.append(1)
+            return stock(self, *args)
+
+        if how == "patched class":
+            monkeypatch.setattr(type(layer), "forward", patched)
+        else:
+            monkeypatch.setattr(layer, "forward", patched.__get__(layer))
+    runner.execute(STEPS)
+    assert calls
+
+
+def test_an_adapter_on_a_layer_is_not_fused_away() -> None:
+    """A wrapped projection has weights that merging would not see."""
+    model = tiny_model("llama")
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Linear) -> None:
+            super().__init__()
+            self.inner, self.extra = inner, torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.extra
+
+    model.model.layers[0].self_attn.q_proj = Adapted(model.model.layers[0].self_attn.q_proj)
+    runner = make(model)
+    assert runner.decoder == "stock"
+    assert "Adapted" in (runner.decoder_refusal or "")
