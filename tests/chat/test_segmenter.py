@@ -226,6 +226,12 @@ def test_a_slot_that_cannot_be_seen_still_narrows_what_follows(value: str) -> No
     assert end in ("<|im_start|>system\n", "")
 
 
+def test_an_empty_slot_between_words_narrows_what_follows() -> None:
+    """Else others could see that its value is empty."""
+    prompt = SEGMENTER.segment([system("Hi{{slot:n}}!"), user("x")], policy=POLICY, slots={"n": ""})
+    assert TOKENIZER.decode(wider_than_user(prompt)) == "<|im_start|>system\nHi"
+
+
 def test_slots_in_a_template_that_changes_messages_count_from_their_message_on() -> None:
     """Where anchors would change the render, nothing of the message is shared wider than its slot."""
     template = CHATML.replace("{{ message.content }}", "{{ message.content | upper }}")
@@ -358,6 +364,26 @@ def test_a_narrow_policy_for_tools_holds_in_the_middle_of_the_system_turn() -> N
     policy = TenantPolicy(scopes={"tools": "user"})
     prompt = Segmenter(tokenizer).segment([system("Be."), user("Hi")], policy=policy, tools=[{"name": "find"}])
     assert tokenizer.decode(wider_than_user(prompt)) == "<|im_start|>system\nBe."
+
+
+def test_a_narrow_policy_for_tools_holds_where_they_cannot_be_told_from_the_system_message() -> None:
+    """A system message with a name could show it anywhere before its text, so the tools there are not labelled."""
+    tokenizer = byte_chatml("{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML)
+    policy = TenantPolicy(scopes={"tools": "user"})
+    messages = [{**system("Be."), "name": "ops"}, user("Hi")]
+    prompt = Segmenter(tokenizer).segment(messages, policy=policy, tools=[{"name": "find"}])
+    assert wider_than_user(prompt) == []
+    assert prompt.segments[0].scope is ScopeLevel.USER
+
+
+def test_tools_are_found_in_a_template_that_refuses_to_go_without() -> None:
+    tokenizer = byte_chatml(
+        WITH_TOOLS.replace("{% if tools %}", "{% if not tools %}{{ raise_exception('no') }}{% else %}")
+    )
+    tools = [{"type": "function", "function": {"name": "find", "description": "d", "parameters": {}}}]
+    prompt = Segmenter(tokenizer).segment([system("Be."), user("Hi")], policy=POLICY, tools=tools)
+    assert "find" in dict(texts(tokenizer, prompt))["tools"]
+    assert prompt.warnings == ()
 
 
 def test_documents_are_never_shared_wider_than_history() -> None:
