@@ -44,7 +44,7 @@ class ScopeMap:
         levels: list[ScopeLevel] = []
         for start, level in spans:
             # Requests never write public scope, whatever they ask for.
-            met = max(level, levels[-1] if levels else ScopeLevel.TENANT, ScopeLevel.TENANT)
+            met = max(level, ScopeLevel.TENANT)
             if not levels or met > levels[-1]:
                 if starts and starts[-1] == start:
                     levels[-1] = met

@@ -67,6 +67,19 @@ def test_tails_go_before_heads() -> None:
     pool.check()
 
 
+@pytest.mark.parametrize("how", ["closed", "unpinned", "demoted"])
+def test_a_chain_falls_idle_tail_first(how: str) -> None:
+    """So the first idle block is a leaf, and finding a victim takes one look."""
+    pool = Pool()
+    if how == "unpinned":
+        pool.manager.unpin(pool.publish(text(16)))
+    else:
+        pool.remember(text(16), scopes_of("a"))
+    if how == "demoted":
+        pool.manager.demote(Scope(SESSION, "a", "u", "s"))
+    assert [node.depth for node in pool.manager.idle] == [3, 2, 1, 0]
+
+
 def test_the_tenant_most_over_its_share_loses_first() -> None:
     """By blocks per weight, not by age: a's blocks are the oldest here and b's fewer."""
     pool = Pool(num_blocks=11, weight={"a": 4.0, "b": 1.0, "c": 1.0}.__getitem__)
@@ -125,6 +138,9 @@ def test_what_can_be_had_is_counted_exactly() -> None:
     pool = Pool(num_blocks=8, ceiling={"a": 4}.get)
     pool.remember(text(8), scopes_of("a"))
     pool.start(text(4, seed=1), scopes_of("b"))
+    mine = list(pool.manager.idle)
+    assert pool.manager.num_available("a", keep=mine[:1]) == 3
+    assert pool.manager.num_available("b", keep=mine[:1]) == pool.manager.num_available("b") - 1 == 6
     for tenant in ("a", "b", None):
         count = pool.manager.num_available(tenant)
         scopes = scopes_of(tenant) if tenant else ScopeMap.for_publication(None)
@@ -220,7 +236,9 @@ def test_a_tenant_starts_anew_after_a_purge() -> None:
     for _ in range(3):
         assert pool.remember(text(12), scopes) == 0
         assert pool.num_cached(text(12), scopes) == 11
+        keys = {pool.manager.keys.key(scope) for scope in scopes.scopes}
         pool.manager.purge("a", None, None)
+        assert keys.isdisjoint(pool.manager.keys.key(scope) for scope in scopes.scopes), "a missed block could be found"
         pool.carry_out()
         pool.check()
 

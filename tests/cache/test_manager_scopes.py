@@ -6,7 +6,7 @@ import pytest
 
 from prefixkv.errors import IntegrityError
 from prefixkv.scope import Scope
-from tests.cache.fakes import CHAT, REQUEST, SESSION, TENANT, USER, Pool, prefixes, scopes_of, text
+from tests.cache.fakes import CHAT, REQUEST, SESSION, TENANT, USER, Pool, Spans, prefixes, scopes_of, text
 
 
 def test_equal_prompts_of_two_tenants_share_nothing() -> None:
@@ -73,18 +73,33 @@ def test_request_scope_is_never_stored() -> None:
     assert held == set(prefixes(text(6))), "rows of a request outlive it"
 
 
-def test_a_tail_at_a_border_does_not_take_in_what_follows() -> None:
-    """A tail that is indexed for the tenant must not grow into the conversation that shares its block."""
-    pool = Pool()
-    scopes = scopes_of("a", spans=CHAT)
+@pytest.mark.parametrize("num_blocks", [2, 8])
+def test_a_tail_at_a_border_does_not_take_in_what_follows(num_blocks: int) -> None:
+    """A tail that is indexed for the tenant must not grow into the conversation that shares its block.
+
+    So it is copied; and where there is no room for the copy, it is not indexed at all.
+    """
+    pool = Pool(num_blocks)
+    scopes, others = scopes_of("a", spans=CHAT), scopes_of("a", "v", spans=((0, TENANT),))
     opened = pool.open(text(8), scopes)
     assert opened is not None
-    pool.compute(opened[0], text(8), 0, 6, tail=True)
-    pool.compute(opened[0], text(8), 6, 7, tail=True)
+    for start, end in ((0, 5), (5, 6), (6, 7)):
+        pool.compute(opened[0], text(8), start, end, tail=True)
+        assert pool.num_cached(text(9), others) == (4 if num_blocks == 2 else min(end, 6))
     pool.compute(opened[0], text(8), 7, 8)
-    assert pool.num_cached([*text(8), 0], scopes_of("a", "v", spans=((0, TENANT),))) == 6
-    assert pool.num_cached([*text(8), 0], scopes) == 8
+    assert pool.num_cached(text(9), others) == (4 if num_blocks == 2 else 6)
+    assert pool.num_cached(text(9), scopes) == 8
     pool.check()
+
+
+@pytest.mark.parametrize(("prompt", "spans"), [(text(3), ((0, TENANT),)), ([*text(3), 9], ((0, TENANT), (3, SESSION)))])
+def test_rows_in_a_narrow_scope_do_not_stand_in_for_those_of_a_wide_one(prompt: list[int], spans: Spans) -> None:
+    """That a conversation holds the text already is no help to others of the tenant."""
+    pool = Pool()
+    pool.remember(text(4), scopes_of("a"))
+    pool.remember(prompt, scopes_of("a", spans=spans))
+    pool.check()
+    assert pool.num_cached(text(4), scopes_of("a", "v", spans=spans)) == 3
 
 
 def test_a_narrow_block_never_gets_a_wide_child() -> None:

@@ -140,14 +140,27 @@ def test_a_sequence_can_end_at_any_moment_and_owns_nothing_after(state: str, kee
     assert idle + free == loop.manager.pool.num_blocks
 
 
-def test_what_a_cancelled_sequence_computed_is_reused() -> None:
+@pytest.mark.parametrize(("keep", "cached"), [(True, 6), (False, 4)])
+def test_what_a_cancelled_sequence_computed_is_reused(keep: bool, cached: int) -> None:
+    """To the token. Of one that failed, only the blocks that were full before: others may use them by now."""
     loop = Loop(max_prefill_tokens=6)
     seq = loop.submit("a", text(20))
     loop.step()
-    loop.scheduler.finish(seq)
+    loop.scheduler.finish(seq, keep=keep)
     again = loop.submit("a", text(20))
     loop.step()
-    assert again.num_cached_tokens == 6
+    assert again.num_cached_tokens == cached
+
+
+def test_a_prompt_is_reusable_to_the_token_as_soon_as_it_is_computed() -> None:
+    """Its reply goes on in the same block meanwhile."""
+    loop = Loop()
+    first = loop.submit("a", text(10), max_new=20)
+    loop.step()
+    second = loop.submit("a", text(10), max_new=20)
+    loop.step()
+    assert first in loop.live
+    assert second.num_cached_tokens == 9
 
 
 def test_a_sequence_knows_where_it_stands() -> None:

@@ -90,6 +90,7 @@ def test_a_preempted_sequence_goes_on_where_it_was() -> None:
     loop.scheduler._preempt(seq)
     loop.pool.carry_out()
     assert loop.reply(seq) == said
+    assert seq.num_computed_tokens == 0
     loop.step()
     assert loop.reply(seq)[:5] == said
     assert seq.num_cached_tokens == 0
@@ -173,14 +174,37 @@ def test_a_ceiling_preempts_only_inside_its_tenant() -> None:
     loop.check()
 
 
-def test_admission_leaves_a_spare_block_for_those_that_run() -> None:
+@pytest.mark.parametrize(("num_blocks", "ceiling"), [(6, None), (64, 6)])
+def test_admission_leaves_a_spare_block_for_those_that_run(num_blocks: int, ceiling: int | None) -> None:
     """Otherwise the next token of a running reply would push the new one out again."""
-    loop = Loop(num_blocks=6, max_new_seqs_per_step=4)
+    loop = Loop(num_blocks, ceiling=lambda tenant: ceiling)
     loop.submit("a", text(8), max_new=12)
     loop.step()
-    loop.submit("a", text(13, seed=1), max_new=1)
+    loop.submit("a", text(12, seed=1), max_new=8)
     loop.run()
     assert loop.scheduler.num_preemptions == 0
+
+
+def test_a_preempted_sequence_goes_before_later_ones_of_its_tenant() -> None:
+    loop = Loop(num_blocks=32, max_num_seqs=1)
+    first = loop.submit("a", text(8), max_new=8)
+    loop.step()
+    later = loop.submit("a", text(8, seed=1))
+    loop.scheduler._preempt(first)
+    loop.pool.carry_out()
+    loop.step()
+    assert first in loop.scheduler.running
+    assert later in loop.scheduler.waiting
+
+
+def test_a_copy_that_finds_no_room_does_not_exceed_the_budget() -> None:
+    """Then more is left to compute than the match promised."""
+    loop = Loop(num_blocks=2, max_prefill_tokens=2)
+    loop.submit("a", text(8))
+    loop.run()
+    loop.submit("a", [*text(6), 90, 91])
+    assert [(chunk.seq.num_computed_tokens, chunk.num_tokens) for chunk in loop.schedule()] == [(4, 2)]
+    loop.scheduler.finish(loop.sequences[-1])
 
 
 def test_pinned_text_leaves_the_rest_of_the_pool_usable() -> None:
