@@ -174,13 +174,13 @@ def test_a_ceiling_preempts_only_inside_its_tenant() -> None:
     loop.check()
 
 
-@pytest.mark.parametrize(("num_blocks", "ceiling"), [(6, None), (64, 6)])
-def test_admission_leaves_a_spare_block_for_those_that_run(num_blocks: int, ceiling: int | None) -> None:
+@pytest.mark.parametrize(("num_blocks", "ceiling", "other"), [(6, None, "a"), (6, None, "b"), (64, 6, "a")])
+def test_admission_leaves_a_spare_block_for_those_that_run(num_blocks: int, ceiling: int | None, other: str) -> None:
     """Otherwise the next token of a running reply would push the new one out again."""
     loop = Loop(num_blocks, ceiling=lambda tenant: ceiling)
     loop.submit("a", text(8), max_new=12)
     loop.step()
-    loop.submit("a", text(12, seed=1), max_new=8)
+    loop.submit(other, text(12, seed=1), max_new=8)
     loop.run()
     assert loop.scheduler.num_preemptions == 0
 
