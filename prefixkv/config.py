@@ -146,6 +146,9 @@ class EngineConfig:
             raise ConfigError("EngineConfig.secret: must be 16 bytes or more, or None")
 
 
+_MAX_STOPS, _MAX_STOP_CHARS = 64, 1024
+"""Every character of a reply is held against every stop string on the thread that all requests share."""
+
 _MAX_BIAS = 1e30
 """Keeps a biased logit within float32."""
 
@@ -178,7 +181,7 @@ class SamplingParams:
         presence_penalty: Subtracted once from logits of tokens already in the reply, in [-2, 2].
         frequency_penalty: Subtracted per occurrence in the reply, in [-2, 2].
         logit_bias: Token id to a number added to its logit.
-        stop: Strings that end the reply; the text is cut before the first of them.
+        stop: Strings that end the reply; the text is cut before the first of them. At most 64 of 1,024 characters.
         stop_token_ids: Ids that end the reply, besides the model's own end tokens.
         include_stop: Keep the stop string in the text.
         ignore_eos: Go on after the model's end tokens (stop strings and ids still count).
@@ -258,6 +261,8 @@ class SamplingParams:
             return ()
         if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
             raise _bad("stop", "must be a string or a list of strings")
+        if len(items) > _MAX_STOPS or any(len(item) > _MAX_STOP_CHARS for item in items):
+            raise _bad("stop", f"must be at most {_MAX_STOPS} strings of at most {_MAX_STOP_CHARS} characters")
         if not all(items):
             raise _bad("stop", "must not hold an empty string: it would stop every reply at once")
         return tuple(items)

@@ -93,19 +93,18 @@ class Segmenter:
             bool(continue_final_message),
         )
         self._refuse_early(total_characters(filled.messages), policy, limit)
-        inputs = [list(chat.messages), chat.tools, chat.template_kwargs]
-        names = ("messages", "tools", "template_kwargs")
-        is_marked = any([self._encoder.spells_control(value, path) for value, path in zip(inputs, names, strict=True)])
+        inputs = {"messages": list(chat.messages), "tools": chat.tools, "template_kwargs": chat.template_kwargs}
+        is_marked = any([self._encoder.spells_control(value, path) for path, value in inputs.items()])
         shown = self._marked(chat) if is_marked else chat
         text = shown.render()
+        self._refuse_early(len(text), policy, limit)  # tools and other fields count only now
         encoded = self._encode_marked(chat, text) if is_marked else self._encoder.encode(text)
         if not encoded.token_ids:
             raise InvalidRequest("empty_prompt", "messages", "the chat template renders nothing for these messages")
         _refuse(len(encoded.token_ids), policy, limit)
         layout = self._lay_out(shown, filled, text, is_marked)
         segments = self._segments(text, encoded, layout, policy, is_marked, "documents" in chat.template_kwargs)
-        warnings = (*filled.warnings, *layout.warnings, *self.profile.warnings)
-        return Prompt(tuple(encoded.token_ids), segments, warnings)
+        return Prompt(tuple(encoded.token_ids), segments, (*filled.warnings, *layout.warnings, *self.profile.warnings))
 
     def segment_text(self, prompt: str | Sequence[int], *, policy: TenantPolicy, limit: int | None = None) -> Prompt:
         """Return the prompt of raw text or token ids: one segment of kind ``text``; changes nothing.
