@@ -57,6 +57,11 @@ class Node:
         chain.reverse()
         return chain
 
+    def is_prefix_of(self, token_ids: Sequence[int]) -> bool:
+        """Return whether the text up to this block is how these tokens begin."""
+        tokens = tuple(token for node in self.chain() for token in node.tokens)
+        return tuple(token_ids[: len(tokens)]) == tokens
+
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many leading ids are equal. Both sequences must be of the same type."""

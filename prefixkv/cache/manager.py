@@ -7,7 +7,6 @@ Only the engine thread calls it. It never touches a tensor: what must happen to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
 
 from prefixkv.cache.audit import check_manager
 from prefixkv.cache.eviction import LRUEviction
@@ -15,7 +14,7 @@ from prefixkv.cache.index import BlockIndex, Node
 from prefixkv.cache.keys import ScopeKey, ScopeKeys
 from prefixkv.cache.pool import BlockPool
 from prefixkv.cache.scopes import ScopeMap
-from prefixkv.cache.table import BlockOp, CopyRows, PrefixMatch, SequenceBlocks, ZeroBlocks
+from prefixkv.cache.table import BlockOp, CopyRows, PrefixMatch, SequenceBlocks, ZeroBlocks, merged
 from prefixkv.errors import IntegrityError
 from prefixkv.scope import Scope, ScopeLevel
 
@@ -209,6 +208,14 @@ class KVCacheManager:
         for block_id in reversed(blocks.block_table):
             self._drop(block_id)
 
+    def discard(self, token_ids: Sequence[int], scopes: ScopeMap) -> None:
+        """Destroy the idle blocks that hold a prefix of these tokens in the sequence's reach: their rows are spoilt."""
+        reach = self._reach(scopes)
+        spoilt = [node for node in self.idle if node.scope_key in reach and node.is_prefix_of(token_ids)]
+        for node in sorted(spoilt, key=lambda node: -node.depth):
+            if node.is_leaf:  # what another sequence or another text stands on stays
+                self._destroy(node)
+
     # -- pins, purge -----------------------------------------------------------------------------------------------
 
     def pin(self, token_ids: Sequence[int], scopes: ScopeMap) -> int:
@@ -226,10 +233,10 @@ class KVCacheManager:
         for node in reversed(self.pins.pop(pin)):
             self._drop(node.block_id)
 
-    def num_pinned(self, tenant: str | None = None, excluding: Iterable[Node] = ()) -> int:
-        """Return how many blocks pins hold (only those of ``tenant``, if given), not counting ``excluding``."""
-        pinned = {node for nodes in self.pins.values() for node in nodes}.difference(excluding)
-        return sum(1 for node in pinned if tenant is None or self.pool.owner(node.block_id) == tenant)
+    def num_pinned(self, tenant: str | None = None) -> int:
+        """Return how many blocks pins hold (only those of ``tenant``, if given)."""
+        pinned = {node.block_id for nodes in self.pins.values() for node in nodes}
+        return sum(1 for block_id in pinned if tenant is None or self.pool.owner(block_id) == tenant)
 
     def purge(self, tenant: str | None, user: str | None, session: str | None) -> tuple[int, int]:
         """Destroy every block of an identity and begin a new key generation. Its sequences must be closed before.
@@ -261,13 +268,7 @@ class KVCacheManager:
     def take_ops(self) -> list[BlockOp]:
         """Hand out the row work noted since the last call; it must be done in order, before the next forward."""
         ops, self._ops = self._ops, []
-        merged: list[BlockOp] = []
-        for is_zero, run in groupby(ops, key=lambda op: isinstance(op, ZeroBlocks)):
-            if is_zero:
-                merged.append(ZeroBlocks(tuple(b for op in run if isinstance(op, ZeroBlocks) for b in op.block_ids)))
-            else:
-                merged.extend(run)
-        return merged
+        return merged(ops)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold ``num_tokens`` tokens."""

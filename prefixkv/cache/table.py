@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from prefixkv.cache.index import Node
 from prefixkv.cache.keys import ScopeKey
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.scope import ScopeLevel
 
-__all__ = ["BlockOp", "CopyRows", "PrefixMatch", "SequenceBlocks", "ZeroBlocks"]
+__all__ = ["BlockOp", "CopyRows", "PrefixMatch", "SequenceBlocks", "ZeroBlocks", "merged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,17 @@ class ZeroBlocks:
 
 
 BlockOp = CopyRows | ZeroBlocks
+
+
+def merged(ops: Iterable[BlockOp]) -> list[BlockOp]:
+    """Return the same work in the same order, neighbouring clears made one; changes nothing."""
+    result: list[BlockOp] = []
+    for is_zero, run in groupby(ops, key=lambda op: isinstance(op, ZeroBlocks)):
+        if is_zero:
+            result.append(ZeroBlocks(tuple(b for op in run if isinstance(op, ZeroBlocks) for b in op.block_ids)))
+        else:
+            result.extend(run)
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
@@ -32,6 +33,7 @@ class AsyncTokenStream:
         self._prepare = prepare
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._request: LiveRequest | None = None
+        self._starting = asyncio.Lock()
         self._done = False
         self._result: ChatResult | None = None
 
@@ -42,8 +44,12 @@ class AsyncTokenStream:
 
     async def start(self) -> None:
         """Submit the request; the first iteration does it otherwise."""
-        if self._request is None:
-            self._request = await _start(self._engine, self._prepare, self._events)
+        async with self._starting:
+            if self._request is None and not self._done:
+                request = await _start(self._engine, self._prepare, self._events)
+                self._request = request
+                if self._done:  # closed meanwhile
+                    self._engine.cancel(request)
 
     def __aiter__(self) -> AsyncTokenStream:
         return self
@@ -53,6 +59,8 @@ class AsyncTokenStream:
             raise StopAsyncIteration
         try:
             await self.start()
+            if self._request is None:
+                raise StopAsyncIteration  # closed before it began
             event = await self._events.get()
         except BaseException:
             await self.aclose()
@@ -279,7 +287,7 @@ async def _start(engine: Engine, prepare: Prepare, events: asyncio.Queue[Event])
     loop = asyncio.get_running_loop()
 
     def sink(event: Event) -> None:
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody waits
             loop.call_soon_threadsafe(events.put_nowait, event)
 
     request = await asyncio.to_thread(prepare, sink)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +25,10 @@ __all__ = ["RequestBuilder"]
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+
+
+_ENDLESS_S = 1e9
+"""A timeout of 30 years is none."""
 
 
 class RequestBuilder:
@@ -190,4 +193,4 @@ def _deadline(timeout_s: float | None) -> float | None:
         return None
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise InvalidRequest("bad_timeout", "timeout_s", "must be a number of seconds above 0, or None")
-    return None if math.isinf(timeout_s) else time.monotonic() + timeout_s
+    return time.monotonic() + timeout_s if timeout_s < _ENDLESS_S else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -70,6 +71,7 @@ class EngineCore:
         """Accept a request, or hand its sink the reason why not."""
         try:
             self.limits.check_queue(request)
+            self.limits.shorten(request, self._live)
             self.limits.check_room(request, self._live)
         except (QueueFull, QuotaExceeded, ContextOverflow) as error:
             request.sink(error)
@@ -97,11 +99,12 @@ class EngineCore:
         self.metrics.add(request.tenant, failed=1)
         request.sink(error)
 
-    def fail_all(self, error: Exception) -> None:
-        """End every live request with an error."""
-        for request in dict.fromkeys(request for request, _ in self._live.values()):
-            self.fail(request, error)
-        self._run_ops()
+    def abandon(self, error: Exception) -> None:
+        """Tell every live request that the engine has ended. The books may be what broke, so they are left alone."""
+        requests = dict.fromkeys(request for request, _ in self._live.values())
+        self._live = {}
+        for request in requests:
+            request.sink(error)
 
     # -- the step --------------------------------------------------------------------------------------------------
 
@@ -109,9 +112,9 @@ class EngineCore:
         """Run one iteration: schedule, move rows, one forward, sample, deliver."""
         self._expire(time.monotonic())
         chunks = self.scheduler.schedule()
+        self._fail_stuck(is_idle=not chunks and not self.scheduler.running)
         self._run_ops()
         if not chunks:
-            self._fail_stuck()
             return
         self._mark_scheduled(chunks)
         batch = [
@@ -145,13 +148,20 @@ class EngineCore:
         if not pairs:
             return
         tokens = sample(logits, [reply.sampler for _, reply in pairs])
-        for (request, reply), token in zip(pairs, tokens, strict=True):
+        for row, ((request, reply), token) in enumerate(zip(pairs, tokens, strict=True)):
             if reply.seq not in self._live:
                 continue  # another reply of the same request failed in this step
             if isinstance(token, ExecutionError):
                 self.fail(request, token)
+                if not logits[row].max().isfinite():
+                    # Its rows are indexed already; the next request with this prefix would fail as well.
+                    self.manager.discard(reply.seq.token_ids, reply.seq.scopes)
                 continue
-            request.append(reply, token)
+            try:
+                request.append(reply, token)
+            except Exception as cause:  # such as a tokenizer that cannot decode every id the model has
+                self.fail(request, _failed("turning tokens into text", cause))
+                continue
             if reply.finish_reason is not None:
                 self._release(reply)
                 if request.is_done:
@@ -160,18 +170,18 @@ class EngineCore:
     def _fail_batch(self, chunks: Sequence[ScheduledChunk], cause: Exception) -> None:
         logger.error("a forward of %d sequences failed: %s", len(chunks), type(cause).__name__)
         for request in dict.fromkeys(self._live[chunk.seq][0] for chunk in chunks):
-            error = ExecutionError(f"the forward pass failed with {type(cause).__name__}; see __cause__")
-            error.__cause__ = cause
-            self.fail(request, error)
+            self.fail(request, _failed("the forward pass", cause))
         self._run_ops()
 
-    def _fail_stuck(self) -> None:
-        """Refuse what can never run, such as a request whose tenant's ceiling was lowered after it was accepted."""
-        if self.scheduler.running:
-            return
-        for seq in list(self.scheduler.waiting.candidates()):
-            request, _ = self._live[seq]
-            self.fail(request, QuotaExceeded("the request no longer fits the room its tenant has"))
+    def _fail_stuck(self, is_idle: bool) -> None:
+        """Fail what waits for room that its tenant, or a pool where nothing runs, will not have."""
+        stuck = list(self.scheduler.stuck)
+        if is_idle and not stuck:
+            # The first in line is the one in the way; those behind it get their turn.
+            stuck += itertools.islice(self.scheduler.waiting.candidates(), 1)
+        for seq in stuck:
+            if seq in self._live:
+                self.fail(self._live[seq][0], QuotaExceeded("the request no longer fits the room that is left for it"))
 
     def _expire(self, now: float) -> None:
         requests = {request for request, _ in self._live.values() if request.deadline_s is not None}
@@ -286,6 +296,12 @@ class EngineCore:
             running=sum(1 for seq in self.scheduler.running if seq.tenant == tenant),
             waiting=self.scheduler.waiting.num_waiting(tenant),
         )
+
+
+def _failed(what: str, cause: Exception) -> ExecutionError:
+    error = ExecutionError(f"{what} failed with {type(cause).__name__}; see __cause__")
+    error.__cause__ = cause
+    return error
 
 
 def _is_of(request: LiveRequest, tenant: str | None, user: str | None, session: str | None) -> bool:

@@ -8,6 +8,7 @@ import queue
 import secrets
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
@@ -20,13 +21,13 @@ from prefixkv.chat.segmenter import Segmenter
 from prefixkv.config import EngineConfig, SamplingParams
 from prefixkv.engine.builder import RequestBuilder
 from prefixkv.engine.core import EngineCore
-from prefixkv.engine.limits import Limits, TenantLimits
+from prefixkv.engine.limits import Limits, PoliciesInForce, TenantLimits
 from prefixkv.engine.live import Event, LiveRequest
 from prefixkv.engine.request import ChatRequest
 from prefixkv.engine.result import ChatResult, Publication, PurgeReceipt
 from prefixkv.engine.stream import TokenStream
 from prefixkv.engine.thread import EngineThread
-from prefixkv.errors import EngineClosed, ExecutionError, InvalidRequest
+from prefixkv.errors import ConfigError, EngineClosed, ExecutionError, InvalidRequest
 from prefixkv.measure.metrics import EngineStats, TenantStats
 from prefixkv.model.load import LoadedModel, load, wrap
 from prefixkv.model.runner import ModelRunner
@@ -64,8 +65,9 @@ class Engine:
     def __init__(
         self, model: Any, tokenizer: Any, *, config: EngineConfig | None = None, policies: Policies = None
     ) -> None:
+        config = _checked(config)
         loaded = wrap(model, tokenizer)
-        self._start(type(loaded.model).__name__, loaded, config or EngineConfig(), PolicySet.load(policies))
+        self._start(type(loaded.model).__name__, loaded, config, PolicySet.load(policies))
 
     @classmethod
     def from_pretrained(
@@ -90,7 +92,7 @@ class Engine:
             UnsupportedModel: If the model cannot be served exactly.
             PolicyError: If the policies are malformed.
         """
-        config = config or EngineConfig()
+        config = _checked(config)
         policy_set = PolicySet.load(policies)  # before the slow part
         say = progress or _say
         started = time.monotonic()
@@ -104,10 +106,12 @@ class Engine:
         self.config = config
         self._name = name
         self._loaded = loaded
-        self._policies = policies
+        self._policies = policies_in_force = PoliciesInForce(policies)
+        # Before the model is touched: a tokenizer that will not do leaves it as it was.
+        self._segmenter = Segmenter(loaded.tokenizer, vocab_tokens=loaded.vocab_size)
         runner = ModelRunner.build(loaded, config.cache)
         self._runner = runner
-        tenants = TenantLimits(self._get_policies, runner.num_blocks, runner.spec.bytes_per_block)
+        tenants = TenantLimits(policies_in_force.get, runner.num_blocks, runner.spec.bytes_per_block)
         fingerprint = b"|".join(
             (loaded.fingerprint, config.cache.kv_format.encode(), str(config.cache.block_size).encode())
         )
@@ -119,12 +123,10 @@ class Engine:
         pool_tokens = runner.num_blocks * config.cache.block_size
         self._core = EngineCore(runner, manager, scheduler, Limits(tenants, manager, scheduler), config.debug)
         max_context = min(size for size in (config.max_context, loaded.max_context, 2**31) if size is not None)
-        self._segmenter = Segmenter(loaded.tokenizer, vocab_tokens=loaded.vocab_size)
-        self.builder = RequestBuilder(loaded, self._segmenter, max_context, pool_tokens, self._get_policies)
+        self.builder = RequestBuilder(loaded, self._segmenter, max_context, pool_tokens, policies_in_force.get)
         self._thread = EngineThread(self._core)
-
-    def _get_policies(self) -> PolicySet:
-        return self._policies
+        # For an engine that is dropped, and at exit: a thread that the interpreter finds inside torch then aborts it.
+        weakref.finalize(self, _shut, self._thread, runner)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -279,7 +281,13 @@ class Engine:
         """Destroy what is cached for an identity, now: abort its requests, free its blocks, overwrite them with zeros.
 
         Without arguments everything goes, public text included. A tenant's publications go with the tenant.
+
+        Raises:
+            InvalidRequest: If an id is no id; nobody shall believe that something is gone that is not.
         """
+        for name, value in (("tenant", tenant), ("user", user), ("session", session)):
+            if value is not None and (not isinstance(value, str) or not value):
+                raise InvalidRequest("bad_principal", name, "must be non-empty text, or None for all")
         return self._thread.call(lambda: self._core.purge(tenant, user, session))
 
     def end_session(self, principal: Principal) -> int:
@@ -291,10 +299,12 @@ class Engine:
     def reload_policies(self, source: Policies) -> None:
         """Replace the policies; on an error the old ones stay in force.
 
+        A request that a lowered ceiling leaves no room for runs as long as it can, then fails with ``QuotaExceeded``.
+
         Raises:
             PolicyError: If the new ones are malformed; the message starts with where.
         """
-        self._policies = PolicySet.load(source)
+        self._policies.current = PolicySet.load(source)
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -325,13 +335,12 @@ class Engine:
         return (
             f"{self._name}, {self._loaded.dtype} on {self._loaded.device}; pool of {blocks} blocks x "
             f"{spec.block_size} tokens = {blocks * spec.block_size} tokens, {size:.0f} MiB, format {spec.kv_format}; "
-            f"attention: {self._runner.backend}"
+            f"attention: {self._runner.backend}, decoder: {self._runner.decoder}"
         )
 
     def close(self) -> None:
         """End the engine: what is live fails with ``EngineClosed``. The model stays usable. Idempotent."""
-        self._thread.close()
-        self._runner.close()
+        _shut(self._thread, self._runner)
 
     def __enter__(self) -> Engine:
         return self
@@ -365,6 +374,17 @@ class Engine:
         if isinstance(event, kind):
             return event
         raise event if isinstance(event, Exception) else ExecutionError("purged before it was complete")
+
+
+def _checked(config: EngineConfig | None) -> EngineConfig:
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ConfigError(f"config: expected an EngineConfig, got {type(config).__name__}")
+    return config or EngineConfig()
+
+
+def _shut(thread: EngineThread, runner: ModelRunner) -> None:
+    thread.close()
+    runner.close()
 
 
 def _say(line: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from prefixkv.cache.manager import KVCacheManager
 from prefixkv.engine.live import LiveRequest
@@ -11,7 +12,18 @@ from prefixkv.policy import PolicySet, TenantPolicy
 from prefixkv.scheduler.request import Sequence
 from prefixkv.scheduler.scheduler import Scheduler
 
-__all__ = ["Limits", "TenantLimits"]
+__all__ = ["Limits", "PoliciesInForce", "TenantLimits"]
+
+
+class PoliciesInForce:
+    """Holds the policies. The engine thread keeps this and not the engine, so an engine that is dropped can end."""
+
+    def __init__(self, policies: PolicySet) -> None:
+        self.current = policies
+
+    def get(self) -> PolicySet:
+        """Return the policies that count now."""
+        return self.current
 
 
 class TenantLimits:
@@ -47,8 +59,18 @@ class TenantLimits:
         return max(1, min(self._num_blocks, int(ceiling) // self._bytes_per_block))
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Blocks that a sequence can have: ``left`` new ones and ``shared`` ones that are published already."""
+
+    left: int
+    shared: int
+    tenant: str | None
+    whose: str
+
+
 class Limits:
-    """Checks requests on arrival. Does not mutate."""
+    """Checks requests on arrival."""
 
     def __init__(self, tenants: TenantLimits, manager: KVCacheManager, scheduler: Scheduler) -> None:
         self._tenants = tenants
@@ -68,35 +90,54 @@ class Limits:
         if own_limit is not None and own and own + new > own_limit:
             raise QueueFull(f"{own} sequences of this tenant wait and at most {own_limit} may; try again later")
 
+    def shorten(self, request: LiveRequest, live: Iterable[Sequence]) -> None:
+        """Let a request without ``max_tokens`` end where its room does; changes its sequences."""
+        if request.sampling.max_tokens is not None or request.pin:
+            return
+        seq = request.replies[0].seq
+        room = min(room.left + room.shared for room in self._rooms(seq, live))
+        # The last token's row is never written, so one more token than there are rows can be had.
+        most = max(seq.num_prompt_tokens, room * self._manager.block_size) + 1
+        for reply in request.replies:
+            reply.seq.max_tokens_total = min(reply.seq.max_tokens_total, most)
+
     def check_room(self, request: LiveRequest, live: Iterable[Sequence]) -> None:
         """Refuse what the pool could not hold even if nothing else ran.
 
         Raises:
             ContextOverflow: If it needs more than the whole pool.
-            QuotaExceeded: If it needs more than its tenant may hold, or more than pinned blocks leave; or if pinning
+            QuotaExceeded: If it needs more than its tenant may hold, or more than publications leave; or if pinning
                 it would leave no room for one of the ``live`` sequences.
         """
         seq, manager = request.replies[0].seq, self._manager
-        nodes = manager.match(seq.token_ids, seq.scopes).nodes
-        pinned = {node for pins in manager.pins.values() for node in pins}
         total, blocks = manager.pool.num_blocks, self._most_blocks(seq)
         if blocks > total:
             raise ContextOverflow(total * manager.block_size, seq.max_tokens_total, "the whole pool")
-        unpinned = total - len(pinned)
-        own = blocks - len(pinned.intersection(nodes))
-        if own > unpinned:
-            raise QuotaExceeded(f"the request needs {own} blocks; {unpinned} are not pinned by publications")
-        if request.pin:
-            largest = max((self._most_blocks(other) for other in live), default=1)
-            if own + largest > unpinned:
+        for room in self._rooms(seq, live):
+            own = blocks - room.shared
+            if own > room.left:
+                raise QuotaExceeded(f"the request needs {own} blocks; {room.whose} {room.left} besides published ones")
+            if request.pin and own + self._largest(room, live) > room.left:
                 raise QuotaExceeded(f"pinning {own} blocks would leave no room for the requests that wait or run")
+
+    def _rooms(self, seq: Sequence, live: Iterable[Sequence]) -> list[_Room]:
+        """Return what publications, those under way included, leave of the pool and under the tenant's ceiling."""
+        manager = self._manager
+        pinned = {node for pins in manager.pins.values() for node in pins}
+        shared = len(pinned.intersection(manager.match(seq.token_ids, seq.scopes).nodes))
+        coming = [other for other in live if not other.generates]
+        left = manager.pool.num_blocks - manager.num_pinned() - sum(map(self._most_blocks, coming))
+        rooms = [_Room(max(0, left), shared, None, "the pool has")]
         ceiling = self._tenants.ceiling_blocks(seq.tenant) if seq.tenant is not None else None
         if ceiling is not None:
-            # Public blocks are not the tenant's, and its pinned ones count already.
-            own = blocks - sum(1 for node in nodes if node in pinned or manager.pool.owner(node.block_id) is None)
-            left = ceiling - sum(1 for node in pinned if manager.pool.owner(node.block_id) == seq.tenant)
-            if own > left:
-                raise QuotaExceeded(f"the request needs {own} blocks; its tenant may hold {left} besides pinned ones")
+            left = ceiling - manager.num_pinned(seq.tenant)
+            left -= sum(self._most_blocks(other) for other in coming if other.tenant == seq.tenant)
+            rooms.append(_Room(max(0, left), shared, seq.tenant, "its tenant may hold"))
+        return rooms
+
+    def _largest(self, room: _Room, live: Iterable[Sequence]) -> int:
+        mine = (other for other in live if other.generates and room.tenant in (None, other.tenant))
+        return max(map(self._most_blocks, mine), default=1 if room.tenant is None else 0)
 
     def _most_blocks(self, seq: Sequence) -> int:
         # The last generated token is never computed, so its row needs no place.

@@ -12,6 +12,9 @@ from prefixkv.engine.result import ChatResult, Delta
 __all__ = ["TokenStream"]
 
 
+_END = StopIteration()
+
+
 class TokenStream:
     """Iterates over the deltas of one request. Closing it, or dropping it, cancels the request.
 
@@ -36,6 +39,10 @@ class TokenStream:
         if self._done:
             raise StopIteration
         event = self._events.get()
+        if not isinstance(event, Delta) or event.result is not None:
+            self._events.put(_END)  # for other threads that read the same stream
+        if event is _END:
+            raise StopIteration
         if not isinstance(event, Delta):
             self._done = True
             raise event if isinstance(event, Exception) else TypeError(type(event).__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +29,7 @@ class EngineThread:
         self._wake = threading.Condition()
         self._closing = False
         self._cause: BaseException | None = None
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="prefixkv-engine", daemon=True)
         self._thread.start()
 
@@ -41,6 +43,8 @@ class EngineThread:
         Raises:
             EngineClosed: If the engine has ended.
         """
+        if os.getpid() != self._process:
+            raise EngineClosed("the engine stayed in the process that built it: build another one after the fork")
         with self._wake:
             if self._closing:
                 raise self._closed()
@@ -52,7 +56,11 @@ class EngineThread:
 
         Raises:
             EngineClosed: If the engine has ended.
+            RuntimeError: If the engine thread calls it, say from a finaliser or a log handler: it would wait for
+                itself.
         """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("called on the engine thread, which would wait for itself; call it from another thread")
         future: Future[T] = Future()
 
         def run() -> None:
@@ -66,6 +74,8 @@ class EngineThread:
 
     def close(self) -> None:
         """End the thread after the step it is in; what is live fails with ``EngineClosed``. Idempotent."""
+        if os.getpid() != self._process:
+            return  # the thread, and maybe whoever holds the lock, stayed in the parent
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -85,7 +95,7 @@ class EngineThread:
         closed = self._closed()
         for _, on_error in tasks:
             on_error(closed)
-        self._core.fail_all(closed)
+        self._core.abandon(closed)
 
     def _turn(self) -> bool:
         """Carry out what was posted and one step; return whether to go on."""

@@ -57,6 +57,8 @@ class Scheduler:
         self.fairness = FairnessCounters(weight)
         self.waiting = RequestQueue(self.fairness)
         self.running: list[Sequence] = []
+        self.stuck: list[Sequence] = []
+        """Waiting sequences that, in the last step, did not fit under their tenant's ceiling though it ran nothing."""
         self.num_preemptions = 0
 
     @property
@@ -133,6 +135,7 @@ class Scheduler:
 
     def _admit(self, step: list[ScheduledChunk], budget: int) -> None:
         admitted = 0
+        self.stuck = []
         full: set[str | None] = set()
         for seq in list(self.waiting.candidates()):
             if admitted == self.config.max_new_seqs_per_step or len(self.running) >= self.config.max_num_seqs:
@@ -150,6 +153,8 @@ class Scheduler:
                 return  # Nobody may pass the one that waits for room, or a long prompt would starve.
             if shortage is _Shortage.CEILING:
                 full.add(seq.tenant)
+                if not any(other.tenant == seq.tenant for other in self.running):
+                    self.stuck.append(seq)
                 continue
             cached = self.manager.open(seq.seq_id, match, seq.scopes, match.num_tokens + num_tokens)
             if cached is None:
@@ -187,7 +192,9 @@ class Scheduler:
         if manager.num_available(None, keep) < needed + len(self.running):
             return _Shortage.POOL
         own = sum(1 for other in self.running if other.tenant == seq.tenant)
-        return _Shortage.CEILING if manager.num_available(seq.tenant, keep) < needed + own else None
+        # Alone under its ceiling it gets all there is, also the block that it would have copied from.
+        available = manager.num_available(seq.tenant, keep if own else match.nodes)
+        return _Shortage.CEILING if available < needed + own else None
 
     @staticmethod
     def _is_led(seq: Sequence) -> bool:
