@@ -104,9 +104,14 @@ class EngineThread:
                 self._wake.wait()
             if self._closing:
                 return False
-            tasks, self._tasks = self._tasks, deque()
-        for task, _ in tasks:
-            task()
+            count = len(self._tasks)
+        for _ in range(count):
+            task = self._tasks.popleft()
+            try:
+                task[0]()
+            except BaseException:
+                self._tasks.appendleft(task)  # whoever posted it waits, as do those behind it
+                raise
         if self._core.has_work:
             self._core.step()
         return True

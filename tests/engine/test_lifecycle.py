@@ -85,6 +85,23 @@ def test_when_the_books_break_every_reader_is_told(monkeypatch: Any) -> None:
     engine.close()
 
 
+def test_when_accepting_a_request_breaks_it_and_those_behind_it_are_told(monkeypatch: Any) -> None:
+    """They were taken off the line already, so only the engine knew of them."""
+    engine = Engine(tiny_model("llama"), byte_tokenizer())
+    gate = threading.Event()
+    monkeypatch.setattr(engine._core, "add", lambda request: 1 / 0)
+    engine._thread.post(gate.wait, lambda error: None)  # so that all of them stand in line
+    streams = [engine.stream(HELLO, principal=WHO, sampling=SHORT) for _ in range(3)]
+    gate.set()
+    for stream in streams:
+        with pytest.raises(errors.EngineClosed) as caught:
+            next(stream)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(errors.EngineClosed):
+        engine.stats()
+    engine.close()
+
+
 def test_the_engine_thread_refuses_to_wait_for_itself(engine: Engine) -> None:
     """As a finaliser that ends a session would make it, when the garbage collector runs there."""
     caught: list[BaseException] = []
