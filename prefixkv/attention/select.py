@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefixkv.attention.base import AttentionBackend, AttentionSpec
+from prefixkv.attention.cpu import NumbaBackend
 from prefixkv.attention.torch_ref import TorchBackend
 from prefixkv.errors import UnsupportedModel
 
@@ -36,7 +37,7 @@ def select_backend(spec: AttentionSpec, candidates: Sequence[AttentionBackend] |
         UnsupportedModel: If none can run it; the reason lists every refusal.
     """
     refusals: dict[str, str] = {}
-    for backend in (TorchBackend(),) if candidates is None else candidates:
+    for backend in (NumbaBackend(), TorchBackend()) if candidates is None else candidates:
         reason = backend.supports(spec)
         if reason is None:
             return BackendChoice(backend, refusals)

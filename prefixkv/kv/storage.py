@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from prefixkv.cache.spec import KVCacheSpec, LayerSpec
 from prefixkv.config import parse_memory
 from prefixkv.errors import ConfigError
 from prefixkv.kv.formats import TORCH_DTYPES, KVFormat, RowCodec, get_format
+from prefixkv.kv.writer import choose_writer
 
 __all__ = ["KVStorage", "LayerStorage", "plan_num_blocks"]
 
@@ -33,6 +35,9 @@ class LayerStorage:
 
 class KVStorage:
     """Owns the tensors of all blocks and is the only writer of them. Only the engine thread calls it.
+
+    Attributes:
+        memo: What kernels remember about the tensors, such as where they lie. Dies with the pool.
 
     Invariants:
         * Nothing is allocated after construction.
@@ -52,6 +57,7 @@ class KVStorage:
         self.spec = spec
         self.num_blocks = num_blocks
         self.device = torch.device(device)
+        self.memo: dict[Any, Any] = {}
         self.format: KVFormat = get_format(spec.kv_format)
         self.dtype = TORCH_DTYPES[spec.dtype]
         self.layers: tuple[LayerStorage, ...] = tuple(
@@ -61,6 +67,7 @@ class KVStorage:
             )
             for layer in spec.layers
         )
+        self._writer = choose_writer(self)
 
     def _allocate(self, codec: RowCodec, layer: LayerSpec, dim: int) -> tuple[torch.Tensor, ...]:
         lead = (self.num_blocks, layer.num_kv_heads, self.spec.block_size)
@@ -82,15 +89,11 @@ class KVStorage:
             slot_mapping: [T] int64, ``block * B + offset`` of each token, all different.
             k: [T, K, D].
             v: [T, K, Dv].
+
+        Raises:
+            IndexError: If a row lies outside the pool.
         """
-        block_size = self.spec.block_size
-        blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
-        offsets = slot_mapping - blocks * block_size
-        store = self.layers[layer]
-        for tensor, rows in zip(store.key, self.format.key.encode(k), strict=True):
-            tensor[blocks, :, offsets] = rows
-        for tensor, rows in zip(store.value, self.format.value.encode(v), strict=True):
-            tensor[blocks, :, offsets] = rows
+        self._writer.write(layer, slot_mapping, k, v)
 
     def gather(self, layer: int, block_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return decoded rows of several block lists side by side; changes nothing.

@@ -82,7 +82,7 @@ def test_the_pool_is_untouched_after_building() -> None:
     runner = make()
     assert runner.storage.is_zero(range(runner.num_blocks))
     assert runner.storage.nbytes == runner.num_blocks * runner.spec.bytes_per_block <= 2 * 2**20
-    assert runner.backend == "torch"
+    assert runner.backend in ("numba", "torch")
     assert runner.refusals == {}
     assert runner.self_test_error < 1e-4
 

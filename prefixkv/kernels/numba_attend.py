@@ -1,0 +1,177 @@
+"""Attention over the pool, in place, for any step: decodes, chunks, and sequences that share blocks.
+
+The work is a list of items. An item is a range of rows of one block table and the queries that see some of them; every
+kv head of it is attended alone. Threads take items from a common counter, so one sequence keeps all of them busy. Rows
+go by tiles of 32, each read and prepared once for all queries of the item, with a running softmax. What an item finds
+is a partial result; the second pass merges those of each query by their log-sum-exp, which is exact.
+
+Source: partial softmax over splits of the context as in flash-decoding (Dao et al. 2023), shared rows read once for
+all as in Hydragen (Juravsky et al. 2024); both over paged, quantised rows here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from prefixkv.kernels import numba_layout as at
+from prefixkv.kernels.numba_build import sources_digest, use_threads
+from prefixkv.kernels.numba_dots import NOTHING
+from prefixkv.kernels.numba_halves import store_number
+from prefixkv.kernels.numba_ir import atomic_add, float_bits
+from prefixkv.kernels.numba_item import call_item, item_function
+from prefixkv.kernels.numba_layout import LayerView
+
+__all__ = ["AttendPlan", "attend"]
+
+_NO_SINKS = np.zeros(0, np.float32)
+
+
+class AttendPlan:
+    """One step's work, and the room it is done in. Dies with the step; one thread uses it."""
+
+    def __init__(
+        self, items: np.ndarray, queries: np.ndarray, tokens: np.ndarray, tables: np.ndarray, num_slots: int
+    ) -> None:
+        """Keep the arrays; they must be contiguous and not change.
+
+        Args:
+            items: [I, 5] int64: block table, first row (a multiple of 32), end of the rows, first query, number of
+                queries.
+            queries: [J, 4] int64: row of q, where its partial result goes, first row it sees, end of the rows it sees.
+            tokens: [T', 3] int64: row of q, its first partial result, how many there are.
+            tables: [S, M] int32 block tables.
+            num_slots: Partial results in all.
+        """
+        # Where a table begins saves the kernel its width.
+        items = items.copy()
+        items[:, 0] *= tables.shape[1]
+        self._arrays = (items, queries, tables)
+        self._num_slots = num_slots
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._partial = np.empty(0, np.float32)
+        self.items_address, self.queries_address, self.tables_address = (x.ctypes.data for x in self._arrays)
+        self.num_items = len(items)
+        self.tokens = tokens
+        self.threads = use_threads()
+
+    def room(self, scratch_bytes: int, heads: int, width: int) -> tuple[int, np.ndarray]:
+        """Return the address of the threads' scratch and [slots, heads, width] for partial results; may allocate."""
+        need = scratch_bytes * self.threads + 64
+        if self._scratch.numel() < need:
+            self._scratch = torch.empty(need, dtype=torch.uint8)
+        size = self._num_slots * heads * width
+        if self._partial.size < size:
+            self._partial = np.empty(size, np.float32)
+        partial = self._partial[:size].reshape(self._num_slots, heads, width)
+        return -(-self._scratch.data_ptr() // 64) * 64, partial
+
+
+_ITEM_BYTES = 5 * 8
+_TOKEN, _SLOT, _NUM_SLOTS = 0, 1, 2
+
+_LOG2_E = 1.4426950408889634
+
+
+@njit(nogil=True)
+def _exp2(x: Any) -> Any:
+    """Return 2**x for x <= 0 in float32."""
+    x = max(x, np.float32(-126.0))
+    whole = np.rint(x)
+    rest = np.float32(x - whole)
+    value = np.float32(1.5403530e-4)
+    value = value * rest + np.float32(1.3333558e-3)
+    value = value * rest + np.float32(9.6181291e-3)
+    value = value * rest + np.float32(5.5504109e-2)
+    value = value * rest + np.float32(2.4022651e-1)
+    value = value * rest + np.float32(6.9314718e-1)
+    value = value * rest + np.float32(1.0)
+    return value * float_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+
+
+@njit(nogil=True)
+def _merge_token(token: Any, head: Any, partial: Any, dim: Any, sinks: Any, out: Any, mode: Any) -> None:
+    """Merge the partial results of one query and write it in the queries' dtype."""
+    first, count = token[_SLOT], token[_NUM_SLOTS]
+    most, total = np.float32(NOTHING), np.float32(0.0)
+    for i in range(first, first + count):
+        most = max(most, partial[i, head, dim])
+    if sinks.shape[0]:
+        most = max(most, np.float32(sinks[head] * np.float32(_LOG2_E)))
+        total = _exp2(np.float32(sinks[head] * np.float32(_LOG2_E)) - most)
+    result = partial[first, head]
+    for i in range(first, first + count):
+        weight = _exp2(partial[i, head, dim] - most)
+        total += weight * partial[i, head, dim + 1]
+        if i == first:
+            for d in range(dim):
+                result[d] *= weight
+        else:
+            other = partial[i, head]
+            for d in range(dim):
+                result[d] += weight * other[d]
+    inverse = np.float32(1.0) / max(total, np.float32(1e-37))
+    for d in range(dim):
+        store_number(mode, out, d, result[d] * inverse)
+
+
+def _build(sources: str) -> Any:
+    """Return the compiled entry. Its disk cache is keyed by what it closes over, so by the sources of its parts too."""
+
+    @njit(parallel=True, nogil=True, cache=True)
+    def attend(
+        item: Any, f: Any, items: Any, num_items: Any, queries: Any, tables: Any, tokens: Any, partial: Any,
+        scratch: Any, scratch_bytes: Any, threads: Any, kv_heads: Any, heads: Any, dim: Any,
+        q: Any, q_mode: Any, factor: Any, cap: Any, sinks: Any, out: Any
+    ) -> None:  # fmt: skip
+        counter = np.zeros(1, np.int64)
+        next_work = counter.ctypes.data
+        count = num_items * kv_heads if sources else 0
+        for thread in prange(threads):
+            work = atomic_add(next_work, 1)
+            while work < count:
+                call_item(
+                    item, f, scratch + thread * scratch_bytes, items + work // kv_heads * _ITEM_BYTES, queries, tables,
+                    work % kv_heads, q, q_mode, heads, partial.ctypes.data, factor, cap,
+                )  # fmt: skip
+                work = atomic_add(next_work, 1)
+        counter[0] = 0  # keeps it alive until here
+        size = 4 if q_mode == at.F32 else 2
+        for index in prange(tokens.shape[0] * heads):
+            token = tokens[index // heads]
+            head = index % heads
+            _merge_token(token, head, partial, dim, sinks, out + (token[_TOKEN] * heads + head) * dim * size, q_mode)
+
+    return attend
+
+
+_attend = _build(sources_digest())
+
+
+def attend(
+    view: LayerView, plan: AttendPlan, q: torch.Tensor, out: torch.Tensor, *, scaling: float, softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Attend the queries that a plan names; writes their rows of ``out`` and the plan's buffers.
+
+    Args:
+        view: The layer.
+        plan: Who attends to which rows.
+        q: [T, H, D] contiguous, float32, bfloat16 or float16.
+        out: [T, H, Dv] contiguous, of q's dtype.
+        scaling: Factor of the scores.
+        softcap: Scores become ``softcap * tanh(score / softcap)``, or None.
+        sinks: [H] one extra logit per head, or None.
+    """
+    heads, dim = q.shape[1], out.shape[2]
+    scratch, partial = plan.room(view.scratch_bytes, heads, dim + 2)
+    _attend(
+        item_function().address, view.address, plan.items_address, plan.num_items, plan.queries_address,
+        plan.tables_address, plan.tokens, partial, scratch, view.scratch_bytes, plan.threads, view.num_kv_heads, heads,
+        dim, q.data_ptr(), at.MODES[q.dtype], np.float32(scaling * _LOG2_E / (softcap or 1.0)),
+        np.float32((softcap or 0.0) * _LOG2_E), _NO_SINKS if sinks is None else sinks.detach().float().numpy(),
+        out.data_ptr(),
+    )  # fmt: skip

@@ -1,0 +1,276 @@
+"""Vectors, loops and raw memory for numba: what its loops do not reach, LLVM's own vector types do.
+
+numba's auto-vectoriser stops at 256 bits and loses track of accumulators. The kernels beside this file therefore write
+their inner loops as LLVM vector code, through these few words. The code is portable: no instruction of any one
+processor is named, LLVM splits what is too wide and finds the fused forms (multiply-add, dot products of 16-bit pairs).
+
+Addresses are plain 64-bit integers. Whoever calls a kernel keeps the memory alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import Parameter, Signature
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = [
+    "F32",
+    "I8",
+    "I16",
+    "I32",
+    "LANES",
+    "atomic_add",
+    "call_vector",
+    "copy_bytes",
+    "dot_pairs",
+    "float_bits",
+    "fma",
+    "greatest",
+    "half_to_float",
+    "int_bits",
+    "load",
+    "load_f32",
+    "load_i16",
+    "load_i32",
+    "load_u8",
+    "load_u16",
+    "micro_kernel",
+    "offset",
+    "prefetch",
+    "reduce",
+    "repeat",
+    "shuffle",
+    "splat",
+    "store",
+    "store_f32",
+    "store_i8",
+    "store_i16",
+    "store_i32",
+    "variable",
+    "vector",
+    "zero_bytes",
+]
+
+LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
+"""32-bit numbers per vector. Part of numba's own cache key through the processor's features."""
+
+I8, I16, I32, I64, F32 = (ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType())
+
+
+def vector(element: ir.Type, count: int = LANES) -> ir.VectorType:
+    """Return a vector type."""
+    return ir.VectorType(element, count)
+
+
+def offset(b: ir.IRBuilder, base: Any, *terms: tuple[Any, Any]) -> Any:
+    """Emit ``base + sum of products``; integers are taken as 64-bit constants."""
+    total = base
+    for left, right in terms:
+        left, right = (I64(x) if isinstance(x, int) else x for x in (left, right))
+        total = b.add(total, b.mul(left, right))
+    return total
+
+
+def load(b: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
+    """Emit a load that assumes no alignment."""
+    return b.load(b.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def store(b: ir.IRBuilder, address: Any, value: Any) -> None:
+    """Emit a store that assumes no alignment."""
+    b.store(value, b.inttoptr(address, value.type.as_pointer()), align=1)
+
+
+def shuffle(b: ir.IRBuilder, left: Any, right: Any, picks: list[int]) -> Any:
+    """Emit a shuffle of two vectors by constant indices."""
+    return b.shuffle_vector(left, right, ir.Constant(vector(I32, len(picks)), picks))
+
+
+def splat(b: ir.IRBuilder, scalar: Any, count: int = LANES) -> Any:
+    """Emit a vector of one number."""
+    first = b.insert_element(ir.Constant(vector(scalar.type, count), ir.Undefined), scalar, I32(0))
+    return shuffle(b, first, first, [0] * count)
+
+
+def call_vector(b: ir.IRBuilder, name: str, *values: Any) -> Any:
+    """Emit a call of an LLVM intrinsic on vectors of float32, such as ``llvm.rint``."""
+    kind = values[0].type
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(kind, [kind] * len(values)), f"{name}.v{kind.count}f32"
+    )
+    return b.call(function, values)
+
+
+def fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
+    """Emit ``x * y + z``, in one step where the processor can."""
+    return call_vector(b, "llvm.fmuladd", x, y, z)
+
+
+def greatest(b: ir.IRBuilder, x: Any, y: Any) -> Any:
+    """Emit the larger of two floats or vectors; of a NaN and a number, ``y``."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def reduce(b: ir.IRBuilder, combine: Callable[[Any, Any], Any], value: Any) -> Any:
+    """Emit the reduction of a vector to a scalar, in a fixed order."""
+    width = value.type.count
+    while width > 1:
+        width //= 2
+        low, high = (shuffle(b, value, value, list(range(at, at + width))) for at in (0, width))
+        value = combine(low, high)
+    return b.extract_element(value, I32(0))
+
+
+def dot_pairs(b: ir.IRBuilder, total: Any, x: Any, y: Any) -> Any:
+    """Emit ``total + x.low * y.low + x.high * y.high`` for vectors of pairs of int16, as one pmaddwd or vpdpwssd."""
+    count = total.type.count
+    wide = [b.sext(b.bitcast(v, vector(I16, 2 * count)), vector(I32, 2 * count)) for v in (x, y)]
+    product = b.mul(*wide)
+    low, high = (shuffle(b, product, product, list(range(at, 2 * count, 2))) for at in (0, 1))
+    return b.add(total, b.add(low, high))
+
+
+def half_to_float(b: ir.IRBuilder, half: Any) -> Any:
+    """Emit float32 from the bits of finite float16 in vectors of int32; needs no float16 hardware."""
+
+    def const(value: int) -> Any:
+        return splat(b, I32(value))
+
+    magnitude = b.bitcast(b.shl(b.and_(half, const(0x7FFF)), const(13)), vector(F32))
+    scaled = b.bitcast(b.fmul(magnitude, splat(b, F32(2.0**112))), vector(I32))
+    return b.bitcast(b.or_(scaled, b.shl(b.and_(half, const(0x8000)), const(16))), vector(F32))
+
+
+def variable(b: ir.IRBuilder, value: Any) -> Any:
+    """Emit a local variable that LLVM will keep in a register."""
+    place = cgutils.alloca_once(b, value.type)
+    b.store(value, place)
+    return place
+
+
+@contextmanager
+def repeat(b: ir.IRBuilder, count: Any) -> Iterator[Any]:
+    """Emit a loop from 0 to ``count``; yields the index."""
+    with cgutils.for_range(b, I64(count) if isinstance(count, int) else count, intp=I64) as loop:
+        yield loop.index
+
+
+def micro_kernel(name: str, num_args: int, emit: Callable[..., None]) -> Any:
+    """Return a function for compiled code that takes addresses and integers and runs what ``emit(b, *args)`` emits.
+
+    It stays a function of its own in LLVM: inlined into everything that calls it, it would be optimised over and over.
+    """
+    integers = (types.int64,) * num_args
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [I64] * num_args), f"prefixkv_{name}"
+        )
+        if not function.blocks:
+            function.linkage = "linkonce_odr"
+            function.attributes.add("noinline")
+            function.attributes.add("nounwind")
+            body = ir.IRBuilder(function.append_basic_block())
+            emit(body, *function.args)
+            body.ret_void()
+        builder.call(function, args)
+        return context.get_dummy_value()
+
+    def typed(typing_context: Any, *args: Any) -> Any:
+        return types.void(*integers), generate
+
+    # numba reads the number of arguments off the signature.
+    names = ["typing_context", *(f"a{i}" for i in range(num_args))]
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    typed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return intrinsic(typed)
+
+
+def _scalar_load(kind: ir.Type, result: Any, signed: bool = True) -> Any:
+    @intrinsic
+    def read(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            value = load(b, args[0], kind)
+            if isinstance(kind, ir.IntType) and kind.width < 32:
+                value = b.sext(value, I32) if signed else b.zext(value, I32)
+            return value
+
+        return result(types.int64), generate
+
+    return read
+
+
+def _scalar_store(kind: ir.Type, value_type: Any) -> Any:
+    @intrinsic
+    def write(typing_context: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+            value = args[1]
+            store(b, args[0], b.trunc(value, kind) if value.type != kind else value)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, value_type), generate
+
+    return write
+
+
+load_f32 = _scalar_load(F32, types.float32)
+load_i32 = _scalar_load(I32, types.int32)
+load_i16 = _scalar_load(I16, types.int32)
+load_u16 = _scalar_load(I16, types.int32, signed=False)
+load_u8 = _scalar_load(I8, types.int32, signed=False)
+store_f32 = _scalar_store(F32, types.float32)
+store_i32 = _scalar_store(I32, types.int32)
+store_i16 = _scalar_store(I16, types.int32)
+store_i8 = _scalar_store(I8, types.int32)
+
+
+@intrinsic
+def int_bits(typing_context: Any, x: Any) -> Any:
+    """Return the bits of a float32 as int32."""
+    return types.int32(types.float32), lambda context, b, signature, args: b.bitcast(args[0], I32)
+
+
+@intrinsic
+def float_bits(typing_context: Any, x: Any) -> Any:
+    """Return the float32 that has these int32 bits."""
+    return types.float32(types.int32), lambda context, b, signature, args: b.bitcast(args[0], F32)
+
+
+@intrinsic
+def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
+    """Add to an int64 that all threads see; returns what it was before."""
+
+    def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+def _emit_copy(b: ir.IRBuilder, dst: Any, src: Any, count: Any) -> None:
+    dst, src = (b.inttoptr(address, I8.as_pointer()) for address in (dst, src))
+    cgutils.raw_memcpy(b, dst, src, count, I64(1))
+
+
+def _emit_zero(b: ir.IRBuilder, dst: Any, count: Any) -> None:
+    cgutils.memset(b, b.inttoptr(dst, I8.as_pointer()), count, 0)
+
+
+def _emit_prefetch(b: ir.IRBuilder, start: Any, count: Any) -> None:
+    """Ask for ``count`` bytes, line by line; harmless wherever they lie."""
+    pointer = I8.as_pointer()
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32]), "llvm.prefetch.p0"
+    )
+    with repeat(b, b.udiv(b.add(count, count.type(63)), count.type(64))) as line:
+        b.call(function, [b.inttoptr(offset(b, start, (line, 64)), pointer), I32(0), I32(3), I32(1)])
+
+
+copy_bytes = micro_kernel("copy_bytes", 3, _emit_copy)
+prefetch = micro_kernel("prefetch", 2, _emit_prefetch)
+zero_bytes = micro_kernel("zero_bytes", 2, _emit_zero)

@@ -1,0 +1,180 @@
+"""Write a step's new rows to the pool: encode and scatter in one pass, to the bit as the torch codecs do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange
+
+from prefixkv.kernels import numba_layout as at
+from prefixkv.kernels.numba_build import sources_digest
+from prefixkv.kernels.numba_halves import half_bits, load_number
+from prefixkv.kernels.numba_ir import (
+    F32,
+    I8,
+    I32,
+    LANES,
+    call_vector,
+    copy_bytes,
+    greatest,
+    load,
+    load_f32,
+    load_u8,
+    micro_kernel,
+    offset,
+    reduce,
+    repeat,
+    splat,
+    store,
+    store_i8,
+    store_i16,
+    variable,
+    vector,
+)
+from prefixkv.kernels.numba_layout import LayerView
+from prefixkv.kernels.numba_queries import read_query
+
+__all__ = ["store_rows"]
+
+_MOST_FP16 = 65504.0
+_HALVES = (torch.bfloat16, torch.float16)
+_ROOM = 8192
+"""Bytes a thread needs: a row of 512 numbers as float32, and its codes."""
+
+
+def _emit_quantise(b: ir.IRBuilder, row: Any, vectors: Any, codes: Any, scale: Any) -> None:
+    """Write a float32 row as int8 codes and one scale, both exactly as the formula says: no approximate division."""
+    sizes = variable(b, ir.Constant(vector(F32), [0] * LANES))
+    with repeat(b, vectors) as i:
+        x = call_vector(b, "llvm.fabs", load(b, offset(b, row, (i, LANES * 4)), vector(F32)))
+        b.store(greatest(b, x, b.load(sizes)), sizes)
+    step = b.fdiv(reduce(b, lambda x, y: greatest(b, x, y), b.load(sizes)), F32(127.0))
+    store(b, scale, step)
+    divisor = splat(b, b.select(b.fcmp_ordered(">", step, F32(0.0)), step, F32(1.0)))
+    with repeat(b, vectors) as i:
+        x = b.fdiv(load(b, offset(b, row, (i, LANES * 4)), vector(F32)), divisor)
+        code = b.trunc(b.fptosi(call_vector(b, "llvm.rint", x), vector(I32)), vector(I8))
+        store(b, offset(b, codes, (i, LANES)), code)
+
+
+_quantise_i8 = micro_kernel("quantise_i8", 4, _emit_quantise)
+
+
+@njit(nogil=True)
+def _quantise_i4(row: Any, dim: Any, groups: Any, codes: Any, scales: Any) -> None:
+    """Write a float32 row as nibbles, number i beside number i + dim/2, and float16 scale and minimum per group."""
+    most, half, size = np.float32(_MOST_FP16), dim // 2, dim // groups
+    for i in range(half):
+        store_i8(codes + i, 0)
+    for group in range(groups):
+        low = high = load_f32(row + group * size * 4)
+        for i in range(group * size, (group + 1) * size):
+            x = load_f32(row + i * 4)
+            low, high = min(low, x), max(high, x)
+        store_i16(scales + group * 4 + 2, half_bits(min(max(low, -most), most)))
+        low = load_number(at.F16, scales, 2 * group + 1)
+        step = (high - low) / np.float32(15.0)
+        store_i16(scales + group * 4, half_bits(min(max(step, np.float32(0.0)), most)))
+        step = load_number(at.F16, scales, 2 * group)
+        if not step > np.float32(0.0):
+            step = np.float32(1.0)
+        for i in range(group * size, (group + 1) * size):
+            code = np.rint((load_f32(row + i * 4) - low) / step)
+            nibble = np.int32(min(max(code, np.float32(0.0)), np.float32(15.0)))
+            place = codes + i % half
+            store_i8(place, load_u8(place) | (nibble << 4 if i >= half else nibble))
+
+
+@njit(nogil=True)
+def _store_row(
+    mode: Any,
+    dim: Any,
+    groups: Any,
+    src: Any,
+    src_mode: Any,
+    rows: Any,
+    row_bytes: Any,
+    scales: Any,
+    scale_bytes: Any,
+    index: Any,
+    room: Any,
+) -> None:
+    """Encode one row and put it at row ``index`` of its tensors."""
+    dst = rows + index * row_bytes
+    if mode != at.INT8 and mode != at.INT4:
+        copy_bytes(dst, src, row_bytes)
+        return
+    read_query(src_mode, src, dim, np.float32(1.0), 0, room)
+    if mode == at.INT8:
+        codes = room + _ROOM // 2
+        _quantise_i8(room, -(-dim // LANES), codes, scales + index * 4)
+        copy_bytes(dst, codes, dim)
+    else:
+        _quantise_i4(room, dim, groups, dst, scales + index * scale_bytes)
+
+
+def _build(sources: str) -> Any:
+    """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
+
+    @njit(parallel=True, nogil=True, cache=True)
+    def store_rows(f: Any, num_rows: Any, slots: Any, k: Any, k_mode: Any, v: Any, v_mode: Any) -> Any:
+        heads, size = f[at.KV_HEADS], f[at.BLOCK]
+        k_row = f[at.K_DIM] * (4 if k_mode == at.F32 else 2)
+        v_row = f[at.V_DIM] * (4 if v_mode == at.F32 else 2)
+        count = slots.shape[0] if sources else 0
+        refused = 0
+        for token in prange(count):
+            if slots[token] < 0 or slots[token] >= num_rows:
+                refused += 1
+                continue
+            scratch = np.empty(_ROOM, np.uint8)
+            room = scratch.ctypes.data
+            block = slots[token] // size
+            inside = slots[token] - block * size
+            for head in range(heads):
+                index = (block * heads + head) * size + inside
+                which = token * heads + head
+                _store_row(
+                    f[at.K_MODE], f[at.K_DIM], f[at.K_GROUPS], k + which * k_row, k_mode,
+                    f[at.K_ROWS], f[at.K_BYTES], f[at.K_SCALES], f[at.K_SCALE_BYTES], index, room,
+                )  # fmt: skip
+                _store_row(
+                    f[at.V_MODE], f[at.V_DIM], f[at.V_GROUPS], v + which * v_row, v_mode,
+                    f[at.V_ROWS], f[at.V_BYTES], f[at.V_SCALES], f[at.V_SCALE_BYTES], index, room,
+                )  # fmt: skip
+            scratch[0] = 0  # keeps it alive until here
+        return refused
+
+    return store_rows
+
+
+_store_rows = _build(sources_digest())
+
+
+def store_rows(view: LayerView, slot_mapping: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Encode rows and write them to the pool.
+
+    Args:
+        view: The layer.
+        slot_mapping: [T] int64, ``block * B + offset`` of each token, all different.
+        k: [T, K, D], turned already where the format turns keys. Of the pool's dtype where rows are kept as computed.
+        v: [T, K, Dv].
+
+    Raises:
+        IndexError: If a row lies outside the pool; the others are written.
+    """
+    k, v = (rows.contiguous() if rows.dtype in _HALVES else rows.float().contiguous() for rows in (k, v))
+    refused = _store_rows(
+        view.fields,
+        view.num_rows,
+        slot_mapping.numpy(),
+        k.data_ptr(),
+        at.MODES[k.dtype],
+        v.data_ptr(),
+        at.MODES[v.dtype],
+    )
+    if refused:
+        raise IndexError(f"{refused} of {len(slot_mapping)} rows lie outside the pool")

@@ -1,0 +1,84 @@
+"""Who puts new rows into the tensors: the codecs in torch everywhere, a compiled kernel on a CPU where numba is there.
+
+Both leave the same bits; the torch one is the oracle.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from prefixkv.cache.spec import KV_LAYOUTS
+from prefixkv.kv.formats import hadamard
+
+if TYPE_CHECKING:
+    from prefixkv.kv.storage import KVStorage
+
+__all__ = ["NumbaWriter", "RowWriter", "TorchWriter", "choose_writer"]
+
+
+class RowWriter(Protocol):
+    """Encodes rows of one layer and stores them."""
+
+    def write(self, layer: int, slot_mapping: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Change the rows that ``slot_mapping`` names; as :meth:`prefixkv.kv.storage.KVStorage.write` says."""
+        ...
+
+
+class TorchWriter:
+    """Encodes with the format's codecs and scatters part by part."""
+
+    def __init__(self, storage: KVStorage) -> None:
+        self._storage = storage
+
+    def write(self, layer: int, slot_mapping: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Change the rows that ``slot_mapping`` names."""
+        storage = self._storage
+        block_size = storage.spec.block_size
+        blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
+        offsets = slot_mapping - blocks * block_size
+        store = storage.layers[layer]
+        for tensor, rows in zip(store.key, storage.format.key.encode(k), strict=True):
+            tensor[blocks, :, offsets] = rows
+        for tensor, rows in zip(store.value, storage.format.value.encode(v), strict=True):
+            tensor[blocks, :, offsets] = rows
+
+
+class NumbaWriter:
+    """Encodes and scatters in one pass over the rows."""
+
+    def __init__(self, storage: KVStorage) -> None:
+        from prefixkv.kernels.numba_layout import view_layer
+
+        self._turned = KV_LAYOUTS[storage.spec.kv_format][0].rotate
+        self._views = [
+            view_layer(layer.key, layer.value, key_turned=self._turned, most_group=1) for layer in storage.layers
+        ]
+        self._kinds = [storage.dtype if row.bits is None else None for row in KV_LAYOUTS[storage.spec.kv_format]]
+
+    def write(self, layer: int, slot_mapping: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Change the rows that ``slot_mapping`` names.
+
+        Raises:
+            IndexError: If it names a row outside the pool; the other rows are written.
+        """
+        from prefixkv.kernels.numba_store import store_rows
+
+        if self._turned:
+            k = k.float() @ hadamard(k.shape[-1], k.device)
+        k, v = (rows if kind is None else rows.to(kind) for rows, kind in zip((k, v), self._kinds, strict=True))
+        store_rows(self._views[layer], slot_mapping, k, v)
+
+
+def choose_writer(storage: KVStorage) -> RowWriter:
+    """Return the fastest writer that can run here; changes nothing."""
+    if storage.device.type == "cpu" and find_spec("numba") is not None:
+        try:
+            from prefixkv.kernels.numba_build import choose_threading_layer
+        except ImportError:
+            return TorchWriter(storage)
+        if choose_threading_layer() is None:
+            return NumbaWriter(storage)
+    return TorchWriter(storage)
