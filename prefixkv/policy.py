@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -47,10 +47,10 @@ class _Policy(BaseModel):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise PolicyError(_explain(error)) from None
+            raise PolicyError(_explain(error, type(self).model_fields)) from None
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, known: Iterable[str]) -> str:
     """Return one line per fault: the path of the field, then what is wrong."""
     lines = []
     for item in error.errors(include_url=False, include_input=False):
@@ -61,6 +61,8 @@ def _explain(error: ValidationError) -> str:
             lines += [f"{path}.{line}" for line in str(cause).splitlines()]
         else:
             message = item["msg"].removeprefix("Value error, ")
+            if item["type"] == "extra_forbidden":
+                message = f"there is no such field; there are {', '.join(known)}"
             lines.append(f"{path}: {message}" if path else message)
     return "\n".join(lines)
 
@@ -103,8 +105,8 @@ class TenantPolicy(_Policy):
             return None
         try:
             return parse_memory(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
+        except ConfigError:
+            raise ValueError('must be bytes, text ("64MiB") or a share of the pool ("50%", 0.5)') from None
 
     @field_validator("scopes")
     @classmethod
@@ -159,7 +161,9 @@ class PolicySet(_Policy):
             if not isinstance(data, Mapping):
                 raise PolicyError("the file must hold a mapping with 'tenants' and 'default'")
             return cls._from(data)
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except OSError as error:
+            raise PolicyError(f"{path}: cannot be read ({error.strerror or error})") from None
+        except (ValueError, yaml.YAMLError) as error:
             raise PolicyError(f"{path}: {error}") from None
 
     @classmethod
