@@ -85,7 +85,7 @@ class ProgressLine:
         share = progress.cached_tokens / progress.prompt_tokens if progress.prompt_tokens else 0.0
         text = (
             f"{now - self._started:5.1f} s  {progress.turns:2} of {progress.total_turns} turns, "
-            f"{progress.tokens} tokens generated, {share:.0%} of prompt tokens from the cache"
+            f"{progress.tokens} tokens generated, {share:.0%} of prompts cached"
         )
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1

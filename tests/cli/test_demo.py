@@ -139,7 +139,15 @@ def test_a_terminal_gets_one_line_rewritten() -> None:
     line.finish()
     assert out.getvalue().count("\n") == 1
     assert out.getvalue().count("\r") == 3
-    assert "2 of 2 turns, 20 tokens generated, 50% of prompt tokens" in out.getvalue()
+    assert "2 of 2 turns, 20 tokens generated, 50% of prompts cached" in out.getvalue()
+
+
+def test_the_last_progress_fits_on_a_line_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off, the line would lose the figure that the demo is about."""
+    monkeypatch.setenv("COLUMNS", "80")
+    out = _Terminal()
+    ProgressLine(out).show(Progress(18, 18, 99_999, 100, 100))
+    assert out.getvalue().rstrip().endswith("100% of prompts cached")
 
 
 def test_a_pipe_gets_a_plain_line_now_and_then() -> None:
