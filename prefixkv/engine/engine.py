@@ -96,9 +96,11 @@ class Engine:
         policy_set = PolicySet.load(policies)  # before the slow part
         say = progress or _say
         started = time.monotonic()
-        loaded = load(str(model), dtype=config.dtype, device=config.device, progress=say)
+        name = str(model) if isinstance(model, PathLike) else model
+        loaded = load(name, dtype=config.dtype, device=config.device, progress=say)
         engine = cls.__new__(cls)
-        engine._start(str(model), loaded, config, policy_set)
+        say("proving that the model gives the same with the pool as without")
+        engine._start(name, loaded, config, policy_set)
         say(f"ready in {time.monotonic() - started:.1f} s: {engine.describe()}")
         return engine
 

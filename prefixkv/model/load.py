@@ -142,7 +142,8 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device={name!r}: torch cannot use it ({str(error).splitlines()[0]})") from None
+        reason = str(error).splitlines()[0].replace("Expected one of cpu,", "torch knows none such; it knows cpu,")
+        raise ConfigError(f"device={name!r}: give auto, cpu, cuda or cuda:1 ({reason})") from None
     return device
 
 

@@ -14,7 +14,7 @@ from prefixkv.attention.base import AttentionBackend
 from prefixkv.attention.select import BackendChoice, select_backend
 from prefixkv.cache.spec import KVCacheSpec
 from prefixkv.config import CacheConfig
-from prefixkv.errors import UnsupportedModel
+from prefixkv.errors import ConfigError, UnsupportedModel
 from prefixkv.kv.storage import KVStorage, plan_num_blocks
 from prefixkv.model.batch import Chunk, ForwardBatch
 from prefixkv.model.fused import FusedDecoder, NotFusable
@@ -75,7 +75,7 @@ class ModelRunner:
 
         Raises:
             UnsupportedModel: If the model cannot be served exactly.
-            ConfigError: If not even one block fits in the memory.
+            ConfigError: If not even one block fits in the memory, or the memory cannot be had.
         """
         model = loaded.model
         refuse_unsupported(model)
@@ -85,7 +85,8 @@ class ModelRunner:
             spec = KVCacheSpec(shape.layers, shape.dtype, cache.kv_format, cache.block_size)
             choice = select_backend(shape.attention_spec(spec, loaded.device.type))
             num_blocks = plan_num_blocks(spec, cache.memory, loaded.device)
-            runner = cls(model, attachment, shape, KVStorage(spec, num_blocks, loaded.device), choice)
+            storage = _allocate(spec, num_blocks, loaded.device)
+            runner = cls(model, attachment, shape, storage, choice)
             runner._prove(loaded)
         except BaseException:
             attachment.detach()
@@ -206,3 +207,11 @@ class ModelRunner:
                 rows[i].append(logits[row : row + e - s])
                 row += e - s
         return [torch.cat(parts) for parts in rows]
+
+
+def _allocate(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> KVStorage:
+    try:
+        return KVStorage(spec, num_blocks, device)
+    except (OSError, MemoryError, OverflowError, torch.OutOfMemoryError) as error:
+        size = num_blocks * spec.bytes_per_block / 2**30
+        raise ConfigError(f"CacheConfig.memory: {device} does not give {size:.1f} GiB; ask for less") from error

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from prefixkv.engine.engine import Engine
 from prefixkv.errors import ConfigError
 from prefixkv.model.load import demo_file, load, wrap
 from tests.support import byte_tokenizer, demo_loaded, tiny_model
@@ -40,6 +41,13 @@ def test_a_folder_loads_with_progress_and_facts(folder: Path) -> None:
 def test_dtype_is_as_asked_or_as_stored(folder: Path) -> None:
     assert load(str(folder), dtype="bfloat16", device="cpu").model.dtype == torch.bfloat16
     assert load(str(folder), device="cpu").model.dtype == torch.float32
+
+
+def test_what_is_no_name_is_refused_before_anybody_is_asked_for_it() -> None:
+    """``str(None)`` would be looked up on the hub."""
+    for name in (None, 3):
+        with pytest.raises(ConfigError, match="a folder or a hub id"):
+            Engine.from_pretrained(name)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +80,7 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
 
 def test_a_device_that_is_not_there_is_refused(folder: Path) -> None:
     for device in ("cuda:99", "toaster"):
-        with pytest.raises(ConfigError, match=f"device='{device}'"):
+        with pytest.raises(ConfigError, match=f"device='{device}': give auto, cpu, cuda or cuda:1"):
             load(str(folder), device=device)
 
 
