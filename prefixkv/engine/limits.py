@@ -112,7 +112,9 @@ class Limits:
         seq, manager = request.replies[0].seq, self._manager
         total, blocks = manager.pool.num_blocks, self._most_blocks(seq)
         if blocks > total:
-            raise ContextOverflow(total * manager.block_size, seq.max_tokens_total, "the whole pool")
+            raise ContextOverflow(
+                total * manager.block_size, seq.max_tokens_total, "the whole pool (CacheConfig.memory)"
+            )
         for room in self._rooms(seq, live):
             own = blocks - room.shared
             if own > room.left:

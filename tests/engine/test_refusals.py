@@ -114,6 +114,7 @@ def test_a_request_that_the_whole_pool_cannot_hold_is_refused(make_engine: Any) 
     with pytest.raises(errors.ContextOverflow) as caught:
         engine.complete([5] * 60, principal=WHO, sampling=SamplingParams(max_tokens=20))
     assert caught.value.limit == 64
+    assert "CacheConfig.memory" in str(caught.value), "which option to raise"
     # The last token's row is never written, so this one fits to the row.
     result = engine.complete([5] * 60, principal=WHO, sampling=SamplingParams(max_tokens=5, ignore_eos=True))
     assert result.usage.completion_tokens == 5
