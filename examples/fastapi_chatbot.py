@@ -1,7 +1,8 @@
 """A chatbot backend: one engine in the web process, replies streamed as server-sent events.
 
-Run: python examples/fastapi_chatbot.py, then curl -N localhost:8000/chat -H "x-tenant: acme" -H "x-user: u1" --json \
-    '{"stream": true, "messages": [{"role": "user", "content": "Hello!"}]}'
+Run: python examples/fastapi_chatbot.py, which needs fastapi and uvicorn, and once it says that it runs:
+curl -N localhost:8000/chat -H "x-tenant: acme" -H "x-user: u1" -H "content-type: application/json" \
+    -d '{"stream": true, "messages": [{"role": "user", "content": "Hello!"}]}'
 """
 
 import json

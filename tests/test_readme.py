@@ -70,7 +70,7 @@ def test_every_option_is_listed_with_its_default() -> None:
 def test_every_command_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    commands = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    commands = re.findall(r"^    (\w+)\b", capsys.readouterr().out, re.MULTILINE)
     assert commands
     assert {f"| `prefixkv {name}` |" for name in commands} == set(re.findall(r"\| `prefixkv \w+` \|", README))
 
