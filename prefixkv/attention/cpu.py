@@ -7,6 +7,7 @@ torch's 16-bit products do the rest, the part before the chunk and the chunk its
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,12 @@ import torch
 
 from prefixkv.attention.base import AttentionMetadata, AttentionSpec
 from prefixkv.cache.spec import KV_LAYOUTS
+from prefixkv.errors import IntegrityError
 from prefixkv.kv.formats import TORCH_DTYPES
 from prefixkv.kv.storage import KVStorage
 
 if TYPE_CHECKING:
+    from prefixkv.attention.cpu_chunk import Flash
     from prefixkv.kernels.numba_attend import AttendPlan
     from prefixkv.kernels.numba_layout import LayerView
 
@@ -63,31 +66,65 @@ class NumbaBackend:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attend as :class:`~prefixkv.attention.base.AttentionBackend` says; changes only what is remembered."""
+        from prefixkv.attention.cpu_chunk import attend_chunk
         from prefixkv.kernels.numba_attend import attend
 
         heads, shape = q.shape[1], storage.spec.layers[layer]
         group = heads // shape.num_kv_heads
-        key = (self.name, window, group)
-        plan: AttendPlan | None = meta.scratch.get(key)
-        if plan is None:
-            plan = meta.scratch[key] = _plan(meta, window, group, storage.spec.block_size)
+        plain = softcap is None and sinks is None and q.dtype == torch.bfloat16 and shape.key_dim == shape.value_dim
+        key = (self.name, window, group, plain)
+        step: _Step | None = meta.scratch.get(key)
+        if step is None:
+            step = meta.scratch[key] = _plan(meta, storage, window, group, plain)
+        view = _view(storage, layer, group)
+        q = q.contiguous()
         out = q.new_empty(q.shape[0], heads, shape.value_dim)
-        attend(
-            _view(storage, layer, group),
-            plan,
-            q.contiguous(),
-            out,
-            scaling=scaling,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        for flash, seq, start, end in step.chunks:
+            turned = KV_LAYOUTS[storage.spec.kv_format][0].rotate
+            attend_chunk(flash, view, meta, seq, q[start:end], out[start:end], scaling=scaling, turned=turned)
+        if step.rest is not None:
+            attend(view, step.rest, q, out, scaling=scaling, softcap=softcap, sinks=sinks)
         return out
 
 
-def _plan(meta: AttentionMetadata, window: int | None, group: int, block_size: int) -> AttendPlan:
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """How one step is attended by layers of one kind.
+
+    Attributes:
+        chunks: Each long plain chunk: torch's kernel for it, sequence, first token and end of its tokens.
+        rest: Everything else, or None if there is nothing else.
+    """
+
+    chunks: tuple[tuple[Flash, int, int, int], ...]
+    rest: AttendPlan | None
+
+
+def _plan(meta: AttentionMetadata, storage: KVStorage, window: int | None, group: int, plain: bool) -> _Step:
+    """Decide who goes which way.
+
+    Raises:
+        IntegrityError: If a block table names a block that does not exist: a kernel would read whatever lies there.
+    """
+    from prefixkv.attention.cpu_chunk import MIN_QUERIES, flash_attention
     from prefixkv.attention.cpu_plan import plan_step
 
-    return plan_step(meta, range(len(meta.query_lens)), window=window, group=group, block_size=block_size)
+    if not all(0 <= block < storage.num_blocks for table in meta.block_tables_host for block in table):
+        raise IntegrityError(f"a block table names a block outside 0 to {storage.num_blocks - 1}")
+    flash = flash_attention() if plain else None
+    chunks: list[tuple[Flash, int, int, int]] = []
+    rest, start = [], 0
+    for seq, length in enumerate(meta.query_lens):
+        end = start + length
+        rows = meta.kv_lens[seq]
+        fits = length >= MIN_QUERIES and (window is None or window >= rows)
+        if flash is not None and fits and meta.visible_host[start:end] == tuple(range(rows - length + 1, rows + 1)):
+            chunks.append((flash, seq, start, end))
+        else:
+            rest.append(seq)
+        start = end
+    plan = plan_step(meta, rest, window=window, group=group, block_size=storage.spec.block_size) if rest else None
+    return _Step(tuple(chunks), plan)
 
 
 def _view(storage: KVStorage, layer: int, group: int) -> LayerView:

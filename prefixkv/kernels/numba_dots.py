@@ -19,6 +19,7 @@ from prefixkv.kernels.numba_ir import (
     I16,
     I32,
     LANES,
+    any_nan,
     call_vector,
     dot_pairs,
     fma,
@@ -195,9 +196,9 @@ def _emit_score_float(b: ir.IRBuilder, k: Any, units: Any, q: Any, num: Any, out
 
 
 def _exp2(b: ir.IRBuilder, x: Any) -> Any:
-    """Emit 2**x for x <= 0, exactly 0 below -126."""
+    """Emit 2**x for x <= 0, exactly 0 below -126; NaN stays NaN."""
     lowest = splat(b, F32(-126.0))
-    inside = greatest(b, x, lowest)
+    inside = greatest(b, lowest, x)
     whole = call_vector(b, "llvm.rint", inside)
     rest = b.fsub(inside, whole)
     result = splat(b, F32(_EXP2[0]))
@@ -263,9 +264,14 @@ def _emit_softmax(
         for v, x in enumerate(rows):
             store(b, offset(b, place(scores, ROWS * 4), (v, LANES * 4)), x)
         with b.if_then(integer):
-            scaled = [b.fmul(x, load(b, offset(b, v_scales, (v, LANES * 4)), vector(F32))) for v, x in enumerate(rows)]
+            scaled = []
+            for v, x in enumerate(rows):
+                scale = load(b, offset(b, v_scales, (v, LANES * 4)), vector(F32))
+                # What is not seen must not count, and zero times NaN would.
+                scaled.append(b.select(b.fcmp_ordered(">", x, _zeros(F32)), b.fmul(x, scale), _zeros(F32)))
             top = reduce(b, larger, _fold(scaled, larger))
-            store(b, place(w_scales), b.fmul(top, F32(1.0 / 32767.0)))
+            step = b.fmul(top, F32(1.0 / 32767.0))
+            store(b, place(w_scales), b.select(any_nan(b, scaled), F32(float("nan")), step))
             inverse = b.select(b.fcmp_ordered(">", top, F32(1e-30)), b.fdiv(F32(32767.0), top), F32(0.0))
             for v, x in enumerate(scaled):
                 codes = woven(b, b.fmul(x, splat(b, inverse)))

@@ -22,6 +22,8 @@ def load_number(mode: Any, src: Any, i: Any) -> Any:
     if mode == BF16:
         return float_bits(raw << 16)
     size = float_bits((raw & 0x7FFF) << 13) * float_bits((127 + 112) << 23)
+    if raw & 0x7C00 == 0x7C00:
+        size = float_bits((raw & 0x7FFF) << 13 | 0x7F800000)
     return -size if raw & 0x8000 else size
 
 
@@ -31,7 +33,7 @@ def store_number(mode: Any, dst: Any, i: Any, value: Any) -> None:
     if mode == F32:
         store_f32(dst + 4 * i, value)
     elif mode == BF16:
-        bits = int_bits(value)
+        bits = int_bits(value) if value == value else 0x7FC00000
         store_i16(dst + 2 * i, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
     else:
         store_i16(dst + 2 * i, half_bits(value))
@@ -40,6 +42,8 @@ def store_number(mode: Any, dst: Any, i: Any, value: Any) -> None:
 @njit(nogil=True)
 def half_bits(value: Any) -> Any:
     """Return the bits of the float16 nearest to a number, rounded half to even; infinity beyond the range."""
+    if value != value:
+        return 0x7E00
     bits = int_bits(value)
     sign = (bits >> 16) & 0x8000
     bits &= 0x7FFFFFFF

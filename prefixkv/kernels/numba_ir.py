@@ -25,6 +25,7 @@ __all__ = [
     "I16",
     "I32",
     "LANES",
+    "any_nan",
     "atomic_add",
     "call_vector",
     "copy_bytes",
@@ -36,6 +37,7 @@ __all__ = [
     "int_bits",
     "load",
     "load_f32",
+    "load_i8",
     "load_i16",
     "load_i32",
     "load_u8",
@@ -112,8 +114,17 @@ def fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
     return call_vector(b, "llvm.fmuladd", x, y, z)
 
 
+def any_nan(b: ir.IRBuilder, values: list[Any]) -> Any:
+    """Emit whether a lane of some vectors is NaN, which maxima and integers lose."""
+    found: Any = None
+    for value in values:
+        lanes = b.bitcast(b.fcmp_unordered("uno", value, value), ir.IntType(value.type.count))
+        found = lanes if found is None else b.or_(found, lanes)
+    return b.icmp_unsigned("!=", found, found.type(0))
+
+
 def greatest(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    """Emit the larger of two floats or vectors; of a NaN and a number, ``y``."""
+    """Emit the larger of two floats or vectors; ``y`` where either is NaN."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
@@ -137,13 +148,15 @@ def dot_pairs(b: ir.IRBuilder, total: Any, x: Any, y: Any) -> Any:
 
 
 def half_to_float(b: ir.IRBuilder, half: Any) -> Any:
-    """Emit float32 from the bits of finite float16 in vectors of int32; needs no float16 hardware."""
+    """Emit float32 from the bits of float16 in the low halves of int32; needs no float16 hardware."""
 
     def const(value: int) -> Any:
         return splat(b, I32(value))
 
-    magnitude = b.bitcast(b.shl(b.and_(half, const(0x7FFF)), const(13)), vector(F32))
-    scaled = b.bitcast(b.fmul(magnitude, splat(b, F32(2.0**112))), vector(I32))
+    size = b.and_(half, const(0x7FFF))
+    shifted = b.shl(size, const(13))
+    scaled = b.bitcast(b.fmul(b.bitcast(shifted, vector(F32)), splat(b, F32(2.0**112))), vector(I32))
+    scaled = b.select(b.icmp_signed(">", size, const(0x7BFF)), b.or_(shifted, const(0x7F800000)), scaled)
     return b.bitcast(b.or_(scaled, b.shl(b.and_(half, const(0x8000)), const(16))), vector(F32))
 
 
@@ -223,6 +236,7 @@ load_f32 = _scalar_load(F32, types.float32)
 load_i32 = _scalar_load(I32, types.int32)
 load_i16 = _scalar_load(I16, types.int32)
 load_u16 = _scalar_load(I16, types.int32, signed=False)
+load_i8 = _scalar_load(I8, types.int32)
 load_u8 = _scalar_load(I8, types.int32, signed=False)
 store_f32 = _scalar_store(F32, types.float32)
 store_i32 = _scalar_store(I32, types.int32)

@@ -15,6 +15,7 @@ from prefixkv.kernels.numba_ir import (
     I16,
     I32,
     LANES,
+    any_nan,
     call_vector,
     greatest,
     half_to_float,
@@ -112,12 +113,14 @@ _turn_row = micro_kernel("turn_row", 3, _emit_turn)
 def _emit_pack(b: ir.IRBuilder, src: Any, units: Any, dst: Any, scale: Any) -> None:
     """Write a float32 row as pairs of int16 in the order of turned keys, and the value of one step to ``scale``."""
     vectors = b.udiv(b.add(b.mul(units, units.type(2)), units.type(LANES - 1)), units.type(LANES))
-    sizes = variable(b, ir.Constant(vector(F32), [0] * LANES))
+    sizes, strange = (variable(b, ir.Constant(vector(F32), [0] * LANES)) for _ in range(2))
     with repeat(b, vectors) as i:
         x = load(b, offset(b, src, (i, LANES * 4)), vector(F32))
         b.store(greatest(b, call_vector(b, "llvm.fabs", x), b.load(sizes)), sizes)
+        b.store(b.fadd(b.load(strange), b.fsub(x, x)), strange)  # NaN, if there is one
     top = reduce(b, lambda x, y: greatest(b, x, y), b.load(sizes))
-    store(b, scale, b.fmul(top, F32(1.0 / 32767.0)))
+    step = b.fmul(top, F32(1.0 / 32767.0))
+    store(b, scale, b.select(any_nan(b, [b.load(strange)]), F32(float("nan")), step))
     inverse = splat(b, b.select(b.fcmp_ordered(">", top, F32(1e-30)), b.fdiv(F32(32767.0), top), F32(0.0)))
     with repeat(b, vectors) as i:
         x = b.fmul(load(b, offset(b, src, (i, LANES * 4)), vector(F32)), inverse)

@@ -19,7 +19,6 @@ from prefixkv.kernels.numba_ir import (
     LANES,
     call_vector,
     copy_bytes,
-    greatest,
     load,
     load_f32,
     load_u8,
@@ -50,8 +49,8 @@ def _emit_quantise(b: ir.IRBuilder, row: Any, vectors: Any, codes: Any, scale: A
     sizes = variable(b, ir.Constant(vector(F32), [0] * LANES))
     with repeat(b, vectors) as i:
         x = call_vector(b, "llvm.fabs", load(b, offset(b, row, (i, LANES * 4)), vector(F32)))
-        b.store(greatest(b, x, b.load(sizes)), sizes)
-    step = b.fdiv(reduce(b, lambda x, y: greatest(b, x, y), b.load(sizes)), F32(127.0))
+        b.store(call_vector(b, "llvm.maximum", x, b.load(sizes)), sizes)  # NaN stays NaN
+    step = b.fdiv(reduce(b, lambda x, y: call_vector(b, "llvm.maximum", x, y), b.load(sizes)), F32(127.0))
     store(b, scale, step)
     divisor = splat(b, b.select(b.fcmp_ordered(">", step, F32(0.0)), step, F32(1.0)))
     with repeat(b, vectors) as i:
@@ -64,6 +63,14 @@ _quantise_i8 = micro_kernel("quantise_i8", 4, _emit_quantise)
 
 
 @njit(nogil=True)
+def _clamp(x: Any, low: Any, high: Any) -> Any:
+    """Return x within bounds; NaN stays NaN."""
+    if x < low:
+        return low
+    return high if x > high else x
+
+
+@njit(nogil=True)
 def _quantise_i4(row: Any, dim: Any, groups: Any, codes: Any, scales: Any) -> None:
     """Write a float32 row as nibbles, number i beside number i + dim/2, and float16 scale and minimum per group."""
     most, half, size = np.float32(_MOST_FP16), dim // 2, dim // groups
@@ -73,18 +80,20 @@ def _quantise_i4(row: Any, dim: Any, groups: Any, codes: Any, scales: Any) -> No
         low = high = load_f32(row + group * size * 4)
         for i in range(group * size, (group + 1) * size):
             x = load_f32(row + i * 4)
-            low, high = min(low, x), max(high, x)
-        store_i16(scales + group * 4 + 2, half_bits(min(max(low, -most), most)))
+            low = x if x < low or x != x else low
+            high = x if x > high or x != x else high
+        store_i16(scales + group * 4 + 2, half_bits(_clamp(low, -most, most)))
         low = load_number(at.F16, scales, 2 * group + 1)
         step = (high - low) / np.float32(15.0)
-        store_i16(scales + group * 4, half_bits(min(max(step, np.float32(0.0)), most)))
+        store_i16(scales + group * 4, half_bits(_clamp(step, np.float32(0.0), most)))
         step = load_number(at.F16, scales, 2 * group)
         if not step > np.float32(0.0):
             step = np.float32(1.0)
         for i in range(group * size, (group + 1) * size):
             code = np.rint((load_f32(row + i * 4) - low) / step)
-            nibble = np.int32(min(max(code, np.float32(0.0)), np.float32(15.0)))
+            nibble = np.int32(_clamp(code, np.float32(0.0), np.float32(15.0)))
             place = codes + i % half
+            nibble &= 15  # of NaN, any number will do
             store_i8(place, load_u8(place) | (nibble << 4 if i >= half else nibble))
 
 
