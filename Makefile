@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest -n logical --dist loadfile
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints-cpu.txt
 
 .DEFAULT_GOAL := help

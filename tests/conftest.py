@@ -1,4 +1,4 @@
-"""What every test gets: two threads, no network, a hypothesis profile, the folder of recorded data."""
+"""What every test gets: its share of the cores, no network, a hypothesis profile, the folder of recorded data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Set before torch and transformers are imported; what the caller has set stays.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a fork after its threads start would warn
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network fails at once, not after a timeout
 
