@@ -46,14 +46,13 @@ class AttendPlan:
             tables: [S, M] int32 block tables.
             num_slots: Partial results in all.
         """
-        # Where a table begins saves the kernel its width.
-        items = items.copy()
-        items[:, 0] *= tables.shape[1]
-        self._arrays = (items, queries, tables)
+        self.items = items.copy()
+        self.items[:, 0] *= tables.shape[1]  # where a table begins: saves the kernel the width
+        arrays = self._arrays = (self.items, queries, tables)
         self._num_slots = num_slots
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._partial = np.empty(0, np.float32)
-        self.items_address, self.queries_address, self.tables_address = (x.ctypes.data for x in self._arrays)
+        self.items_address, self.queries_address, self.tables_address = (x.ctypes.data for x in arrays)
         self.num_items = len(items)
         self.tokens = tokens
         self.threads = use_threads()

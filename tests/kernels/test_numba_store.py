@@ -1,0 +1,100 @@
+"""Rows written by the kernel are, bit for bit, what the codecs in torch write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixkv.cache.spec import KV_LAYOUTS, KVCacheSpec, LayerSpec
+from prefixkv.kv.formats import TORCH_DTYPES
+from prefixkv.kv.storage import KVStorage
+from prefixkv.kv.writer import NumbaWriter, TorchWriter, choose_writer
+
+pytest.importorskip("numba", reason="the extra `cpu` is not installed")
+
+
+def bits(storage: KVStorage) -> list[torch.Tensor]:
+    """All tensors as raw bytes, so that NaN equals itself and a wrong sign of zero is seen."""
+    return [part.view(torch.uint8) for layer in storage.layers for part in (*layer.key, *layer.value)]
+
+
+@settings(max_examples=80)
+@given(
+    kv_format=st.sampled_from(sorted(KV_LAYOUTS)),
+    dtype=st.sampled_from(sorted(TORCH_DTYPES)),
+    kv_heads=st.integers(1, 3),
+    dims=st.sampled_from([(32, 32), (64, 64), (80, 96), (24, 40), (256, 16)]),
+    block_size=st.sampled_from([1, 7, 32]),
+    tokens=st.integers(1, 40),
+    spread=st.sampled_from([0.0, 3.0, 12.0]),
+    seed=st.integers(0, 1000),
+)
+def test_the_kernel_writes_what_the_codec_writes(
+    kv_format: str,
+    dtype: str,
+    kv_heads: int,
+    dims: tuple[int, int],
+    block_size: int,
+    tokens: int,
+    spread: float,
+    seed: int,
+) -> None:
+    """Codes, scales and minima, for numbers of any size; every other row stays zero."""
+    spec = KVCacheSpec((LayerSpec(kv_heads, *dims),), dtype, kv_format, block_size)
+    ours, oracle = (KVStorage(spec, 41, "cpu") for _ in range(2))
+    generator = torch.Generator().manual_seed(seed)
+    slots = torch.randperm(41 * block_size, generator=generator)[:tokens]
+    size = torch.randn(tokens, kv_heads, 1, generator=generator).mul(spread).exp()
+    k, v = (
+        (torch.randn(tokens, kv_heads, dim, generator=generator) * size).clamp(-6e4, 6e4).to(ours.dtype) for dim in dims
+    )
+    k[0], v[-1] = 0, 1.5
+    NumbaWriter(ours).write(0, slots, k, v)
+    TorchWriter(oracle).write(0, slots, k, v)
+    for got, want in zip(bits(ours), bits(oracle), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("value", [65504.0, 65519.9, 65520.0, 1e30, 6e-8, 3e-8, 2.9e-8, 6.1e-5, 1.0004883, 1.0014648])
+def test_minima_round_to_float16_as_torch_rounds(value: float) -> None:
+    """Ties, subnormal numbers and the end of the range."""
+    spec = KVCacheSpec((LayerSpec(1, 32, 32),), "float32", "int4", 1)
+    ours, oracle = (KVStorage(spec, 4, "cpu") for _ in range(2))
+    rows = torch.full((2, 1, 32), value) * torch.tensor([1.0, -1.0])[:, None, None]
+    NumbaWriter(ours).write(0, torch.tensor([0, 2]), rows, rows)
+    TorchWriter(oracle).write(0, torch.tensor([0, 2]), rows, rows)
+    for got, want in zip(bits(ours), bits(oracle), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_rows_may_come_in_any_layout() -> None:
+    """Attention hands over views of a fused projection, and of [1, K, T, D]."""
+    spec = KVCacheSpec((LayerSpec(2, 32, 32),), "float32", "int8", 4)
+    ours, oracle = (KVStorage(spec, 4, "cpu") for _ in range(2))
+    fused = torch.randn(5, 4 * 32, generator=torch.Generator().manual_seed(0))
+    k, v = fused[:, :64].view(5, 2, 32), fused[:, 64:].view(5, 2, 32).transpose(0, 1).contiguous().transpose(0, 1)
+    slots = torch.tensor([3, 9, 0, 15, 8])
+    NumbaWriter(ours).write(0, slots, k, v)
+    TorchWriter(oracle).write(0, slots, k, v)
+    for got, want in zip(bits(ours), bits(oracle), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_row_outside_the_pool_is_refused() -> None:
+    """The kernel writes to addresses: nothing may be written past the end of the pool."""
+    storage = KVStorage(KVCacheSpec((LayerSpec(1, 32, 32),), "float32", "int8", 4), 4, "cpu")
+    rows = torch.ones(1, 1, 32)
+    for slot in (-1, 16, 2**40):
+        with pytest.raises(IndexError, match="outside the pool"):
+            storage.write(0, torch.tensor([slot]), rows, rows)
+    assert storage.is_zero(range(4))
+
+
+def test_without_numba_torch_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra is optional."""
+    storage = KVStorage(KVCacheSpec((LayerSpec(1, 32, 32),), "float32", "int8", 4), 4, "cpu")
+    assert isinstance(choose_writer(storage), NumbaWriter)
+    monkeypatch.setattr("prefixkv.kv.writer.find_spec", lambda name: None)
+    assert isinstance(choose_writer(storage), TorchWriter)
