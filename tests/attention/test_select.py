@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -40,3 +41,19 @@ def test_no_backend_is_an_error_that_lists_every_reason() -> None:
     """At load, not at token 900."""
     with pytest.raises(UnsupportedModel, match="picky: no model pools"):
         select_backend(SPEC, [Picky()])
+
+
+def test_without_numba_the_torch_backend_serves_and_the_reason_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra is optional, and a reader learns how to get it."""
+    monkeypatch.setattr("prefixkv.attention.cpu.find_spec", lambda name: None)
+    choice = select_backend(SPEC)
+    assert choice.backend.name == "torch"
+    assert choice.refusals == {"numba": "numba is not installed: pip install prefixkv[cpu]"}
+
+
+def test_a_broken_numba_is_a_reason_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import that fails, as numba's does beside a numpy that is too new."""
+    monkeypatch.setitem(sys.modules, "prefixkv.kernels.numba_build", None)
+    choice = select_backend(SPEC)
+    assert choice.backend.name == "torch"
+    assert "cannot be imported" in choice.refusals["numba"]
