@@ -119,7 +119,7 @@ class _Scaled(TorchBackend):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_self_test_catches_wrong_attention(monkeypatch: pytest.MonkeyPatch, broken: type, dtype: str) -> None:
     """What looking does not show, comparing does; the message holds the numbers."""
-    monkeypatch.setattr("prefixkv.attention.select.TorchBackend", broken)
+    monkeypatch.setattr("prefixkv.attention.select.NumbaBackend", broken)  # the one that is tried first
     model = tiny_model("llama").to(getattr(torch, dtype))
     with pytest.raises(UnsupportedModel, match=r"self-test failed.*by \d.*allowed"):
         ModelRunner.build(wrap(model, byte_tokenizer()), CACHE)
