@@ -6,7 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PYTEST := $(BIN)/python -m pytest -n logical --dist loadfile
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints-cpu.txt
+# On a terminal pip shows its progress bars: torch with CUDA may load for many minutes.
+PIP_INSTALL = $(BIN)/python -m pip install $$([ -t 2 ] || echo -qq) --disable-pip-version-check -c constraints-cpu.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all lint format bench clean

@@ -99,7 +99,7 @@ class Engine:
         name = str(model) if isinstance(model, PathLike) else model
         loaded = load(name, dtype=config.dtype, device=config.device, progress=say)
         engine = cls.__new__(cls)
-        say("proving that the model gives the same with the pool as without")
+        say("proving that the pool changes nothing; the first time on a machine, kernels are compiled")
         engine._start(name, loaded, config, policy_set)
         say(f"ready in {time.monotonic() - started:.1f} s: {engine.describe()}")
         return engine
