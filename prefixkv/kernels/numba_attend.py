@@ -19,7 +19,7 @@ from numba import njit, prange
 
 from prefixkv.kernels import numba_layout as at
 from prefixkv.kernels.numba_build import sources_digest, use_threads
-from prefixkv.kernels.numba_dots import NOTHING
+from prefixkv.kernels.numba_dots import EXP2, NOTHING
 from prefixkv.kernels.numba_halves import store_number
 from prefixkv.kernels.numba_ir import atomic_add, float_bits
 from prefixkv.kernels.numba_item import call_item, item_function
@@ -81,13 +81,9 @@ def _exp2(x: Any) -> Any:
     x = max(x, np.float32(-126.0))
     whole = np.rint(x)
     rest = np.float32(x - whole)
-    value = np.float32(1.5403530e-4)
-    value = value * rest + np.float32(1.3333558e-3)
-    value = value * rest + np.float32(9.6181291e-3)
-    value = value * rest + np.float32(5.5504109e-2)
-    value = value * rest + np.float32(2.4022651e-1)
-    value = value * rest + np.float32(6.9314718e-1)
-    value = value * rest + np.float32(1.0)
+    value = np.float32(EXP2[0])
+    for coefficient in EXP2[1:]:
+        value = value * rest + np.float32(coefficient)
     return value * float_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
 
 
