@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import njit, prange
 
 from prefixkv.kernels import numba_layout as at
-from prefixkv.kernels.numba_build import sources_digest
+from prefixkv.kernels.numba_build import sources_digest, use_threads
 from prefixkv.kernels.numba_halves import load_number, store_number
 from prefixkv.kernels.numba_ir import (
     F32,
@@ -146,4 +146,5 @@ def gather_rows(view: LayerView, table: torch.Tensor, k: torch.Tensor, v: torch.
         k: [K, rows, D] contiguous bfloat16.
         v: [K, rows, Dv].
     """
+    use_threads()
     _gather(view.fields, table.numpy(), k.shape[1], k.data_ptr(), v.data_ptr())

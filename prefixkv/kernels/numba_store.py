@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import njit, prange
 
 from prefixkv.kernels import numba_layout as at
-from prefixkv.kernels.numba_build import sources_digest
+from prefixkv.kernels.numba_build import sources_digest, use_threads
 from prefixkv.kernels.numba_halves import half_bits, load_number
 from prefixkv.kernels.numba_ir import (
     F32,
@@ -176,6 +176,7 @@ def store_rows(view: LayerView, slot_mapping: torch.Tensor, k: torch.Tensor, v: 
         IndexError: If a row lies outside the pool; the others are written.
     """
     k, v = (rows.contiguous() if rows.dtype in _HALVES else rows.float().contiguous() for rows in (k, v))
+    use_threads()
     refused = _store_rows(
         view.fields,
         view.num_rows,
