@@ -14,7 +14,7 @@ from prefixkv.config import SamplingParams
 from prefixkv.engine.detokenize import Detokenizer
 from prefixkv.engine.live import Event, LiveRequest, Reply
 from prefixkv.engine.request import ChatRequest
-from prefixkv.errors import ContextOverflow, InvalidRequest
+from prefixkv.errors import InvalidRequest
 from prefixkv.model.load import LoadedModel
 from prefixkv.model.sampler import SamplerState, check_sampling
 from prefixkv.policy import PolicySet, TenantPolicy
@@ -38,7 +38,6 @@ class RequestBuilder:
         loaded: The model and its tokenizer.
         segmenter: Makes prompts.
         max_context: Most tokens of prompt and reply.
-        pool_tokens: Tokens that the whole pool holds.
         policies: Returns the policies in force.
     """
 
@@ -47,13 +46,11 @@ class RequestBuilder:
         loaded: LoadedModel,
         segmenter: Segmenter,
         max_context: int,
-        pool_tokens: int,
         policies: Callable[[], PolicySet],
     ) -> None:
         self._loaded = loaded
         self._segmenter = segmenter
         self._max_context = max_context
-        self._pool_tokens = pool_tokens
         self._policies = policies
         self._ids = itertools.count()
 
@@ -75,7 +72,7 @@ class RequestBuilder:
             template_kwargs=template_kwargs,
             limit=self._max_context - 1,
         )
-        return self._scoped(prompt, principal, policy)
+        return self._scoped(prompt, principal)
 
     def chat(self, item: ChatRequest, sink: Callable[[Event], None], *, streams: bool, path: str = "") -> LiveRequest:
         """Build the request of a chat; ``path`` goes before the path in an error."""
@@ -102,7 +99,7 @@ class RequestBuilder:
         """Build the request of a completion of raw text, or of token ids."""
         policy = self._policy(principal)
         made = self._segmenter.segment_text(text, policy=policy, limit=self._max_context - 1)
-        prompt, scopes = self._scoped(made, principal, policy)
+        prompt, scopes = self._scoped(made, principal)
         return self._request(prompt, scopes, principal, sampling, timeout_s, sink, streams=False)
 
     def publication(
@@ -120,7 +117,6 @@ class RequestBuilder:
             prompt = self._segmenter.segment(
                 content, policy=policy, tools=tools, add_generation_prompt=False, limit=self._max_context - 1
             )
-        self._check_length(prompt, None)
         request = LiveRequest(None, prompt, SamplingParams(temperature=0), sink, False, frozenset(), None, pin=True)
         self._add_reply(request, 0, ScopeMap.for_publication(tenant), len(prompt.token_ids))
         return request
@@ -145,12 +141,9 @@ class RequestBuilder:
         stop_ids = eos.union(sampling.stop_token_ids)
         request = LiveRequest(principal, prompt, sampling, sink, streams, stop_ids, _deadline(timeout_s))
         length = len(prompt.token_ids)
-        total = self._max_context
-        if sampling.max_tokens is not None:
-            total = min(total, length + sampling.max_tokens)
-        else:
-            # The last token's row is never written, so one more token than the pool's rows can be had.
-            total = max(length + 1, min(total, self._pool_tokens + 1))
+        # Without max_tokens the reply may fill the context; the engine shortens it to the room there is.
+        total = self._max_context if sampling.max_tokens is None else length + sampling.max_tokens
+        total = min(total, self._max_context)
         for index in range(sampling.n):
             self._add_reply(request, index, scopes, total)
         return request
@@ -175,17 +168,9 @@ class RequestBuilder:
             raise InvalidRequest("missing_principal", "principal", "say who asks: Principal(tenant, user, session)")
         return self._policies().get(principal.tenant)
 
-    def _scoped(self, prompt: Prompt, principal: Principal, policy: TenantPolicy) -> tuple[Prompt, ScopeMap]:
-        self._check_length(prompt, policy)
+    def _scoped(self, prompt: Prompt, principal: Principal) -> tuple[Prompt, ScopeMap]:
         spans = ((segment.start, segment.scope) for segment in prompt.segments)
         return prompt, ScopeMap.for_principal(principal, spans)
-
-    def _check_length(self, prompt: Prompt, policy: TenantPolicy | None) -> None:
-        length = len(prompt.token_ids)
-        if length > self._max_context - 1:
-            raise ContextOverflow(self._max_context - 1, length, "the model's context (with one token of reply)")
-        if policy and policy.max_prompt_tokens is not None and length > policy.max_prompt_tokens:
-            raise ContextOverflow(policy.max_prompt_tokens, length, "the tenant's policy")
 
 
 def _deadline(timeout_s: float | None) -> float | None:

@@ -122,10 +122,9 @@ class Engine:
             runner.num_blocks, config.cache.block_size, keys, weight=tenants.weight, ceiling=tenants.ceiling_blocks
         )
         scheduler = Scheduler(config.scheduler, manager, tenants.weight)
-        pool_tokens = runner.num_blocks * config.cache.block_size
         self._core = EngineCore(runner, manager, scheduler, Limits(tenants, manager, scheduler), config.debug)
         max_context = min(size for size in (config.max_context, loaded.max_context, 2**31) if size is not None)
-        self.builder = RequestBuilder(loaded, self._segmenter, max_context, pool_tokens, policies_in_force.get)
+        self.builder = RequestBuilder(loaded, self._segmenter, max_context, policies_in_force.get)
         self._thread = EngineThread(self._core)
         # For an engine that is dropped, and at exit: a thread that the interpreter finds inside torch then aborts it.
         weakref.finalize(self, _shut, self._thread, runner)
