@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ settings.register_profile("ci", settings.get_profile("default"), derandomize=Tru
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels() -> None:
+    """Compile the kernels before the first test: an engine would serve without them until they are ready."""
+    if find_spec("numba") is not None:
+        from prefixkv.kernels.readiness import compile_now
+
+        compile_now()
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,11 @@ from prefixkv.cache.spec import KV_LAYOUTS
 from prefixkv.errors import IntegrityError
 from prefixkv.kv.formats import TORCH_DTYPES
 from prefixkv.kv.storage import KVStorage
+from prefixkv.kv.views import layer_view
 
 if TYPE_CHECKING:
     from prefixkv.attention.cpu_chunk import Flash
     from prefixkv.kernels.numba_attend import AttendPlan
-    from prefixkv.kernels.numba_layout import LayerView
 
 __all__ = ["NumbaBackend"]
 
@@ -41,6 +41,7 @@ class NumbaBackend:
         try:
             from prefixkv.kernels.numba_build import choose_threading_layer
             from prefixkv.kernels.numba_layout import MODES, refuse_layout
+            from prefixkv.kernels.readiness import refusal
         except ImportError as error:
             return f"numba cannot be imported ({error})"
         key, value = KV_LAYOUTS[spec.cache.kv_format]
@@ -51,7 +52,7 @@ class NumbaBackend:
             reason = refuse_layout(layer.key_dim, layer.value_dim, modes, key.group_size(layer.key_dim))
             if reason is not None:
                 return reason
-        return choose_threading_layer()
+        return choose_threading_layer() or refusal()
 
     def forward(
         self,
@@ -76,12 +77,11 @@ class NumbaBackend:
         step: _Step | None = meta.scratch.get(key)
         if step is None:
             step = meta.scratch[key] = _plan(meta, storage, window, group, plain)
-        view = _view(storage, layer, group)
+        view = layer_view(storage, layer, group)
         q = q.contiguous()
         out = q.new_empty(q.shape[0], heads, shape.value_dim)
         for flash, seq, start, end in step.chunks:
-            turned = KV_LAYOUTS[storage.spec.kv_format][0].rotate
-            attend_chunk(flash, view, meta, seq, q[start:end], out[start:end], scaling=scaling, turned=turned)
+            attend_chunk(flash, view, meta, seq, q[start:end], out[start:end], scaling=scaling)
         if step.rest is not None:
             attend(view, step.rest, q, out, scaling=scaling, softcap=softcap, sinks=sinks)
         return out
@@ -125,16 +125,3 @@ def _plan(meta: AttentionMetadata, storage: KVStorage, window: int | None, group
         start = end
     plan = plan_step(meta, rest, window=window, group=group, block_size=storage.spec.block_size) if rest else None
     return _Step(tuple(chunks), plan)
-
-
-def _view(storage: KVStorage, layer: int, group: int) -> LayerView:
-    """Return how the kernel sees a layer, made once per pool."""
-    from prefixkv.kernels.numba_layout import view_layer
-
-    key = ("numba", layer, group)
-    view: LayerView | None = storage.memo.get(key)
-    if view is None:
-        parts = storage.layers[layer]
-        turned = KV_LAYOUTS[storage.spec.kv_format][0].rotate
-        view = storage.memo[key] = view_layer(parts.key, parts.value, key_turned=turned, most_group=group)
-    return view

@@ -50,7 +50,6 @@ def attend_chunk(
     out: torch.Tensor,
     *,
     scaling: float,
-    turned: bool,
 ) -> None:
     """Attend one sequence's chunk; writes ``out``.
 
@@ -62,11 +61,10 @@ def attend_chunk(
         q: [n, H, D] bfloat16.
         out: [n, H, D] bfloat16.
         scaling: Factor of the scores.
-        turned: Whether keys are stored turned by a Hadamard matrix; then queries are turned as well.
     """
     length, heads, dim = q.shape
     kv_heads, rows = view.num_kv_heads, meta.kv_lens[seq]
-    if turned:
+    if view.turned[0]:  # then queries have to be
         q = (q.float() @ hadamard(dim, q.device)).to(q.dtype)
     k, v = _room(meta, 2 * kv_heads * rows * dim).view(2, kv_heads, rows, dim)
     gather_rows(view, meta.block_table[seq], k, v)
@@ -83,7 +81,8 @@ def attend_chunk(
             far, far_lse = flash(packed, k[:, :, :before], v[:, :, :before], 0.0, False, scale=scaling)
             share = torch.sigmoid(own_lse - far_lse.reshape(own_lse.shape))[..., None]
             result = torch.lerp(far.reshape(result.shape).float(), result.float(), share)
-        out[at : at + count] = result[0].transpose(0, 1)
+        result = result[0].transpose(0, 1)
+        out[at : at + count] = result.float() @ hadamard(dim, q.device) if view.turned[1] else result
 
 
 def _repeat(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from prefixkv.attention.base import AttentionBackend, AttentionSpec
 from prefixkv.attention.cpu import NumbaBackend
 from prefixkv.attention.torch_ref import TorchBackend
 from prefixkv.errors import UnsupportedModel
 
-__all__ = ["BackendChoice", "select_backend"]
+__all__ = ["BackendChoice", "backends_compile", "kernels_ready", "prepare_backends", "select_backend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,29 @@ class BackendChoice:
 
     backend: AttentionBackend
     refusals: dict[str, str]
+
+
+def prepare_backends(device_type: str) -> None:
+    """Let what has to be compiled on this machine be loaded, or begin to compile it in the background."""
+    if device_type == "cpu" and find_spec("numba") is not None:
+        with contextlib.suppress(ImportError):  # selecting says so
+            from prefixkv.kernels.readiness import prepare
+
+            prepare()
+
+
+def backends_compile() -> bool:
+    """Return whether a backend that was refused may be ready later; changes nothing."""
+    from prefixkv.kernels.readiness import is_waiting
+
+    return is_waiting()
+
+
+def kernels_ready() -> bool:
+    """Return whether compiled kernels can be called; changes nothing."""
+    from prefixkv.kernels.readiness import refusal
+
+    return refusal() is None
 
 
 def select_backend(spec: AttentionSpec, candidates: Sequence[AttentionBackend] | None = None) -> BackendChoice:

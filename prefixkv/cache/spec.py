@@ -39,16 +39,17 @@ class RowFormat:
 
 
 _AS_COMPUTED = RowFormat()
-_INT8 = RowFormat(bits=8)
+_K8 = RowFormat(bits=8, rotate=True)
+_V8 = RowFormat(bits=8)
 _K4 = RowFormat(bits=4, group=16, rotate=True)
-_V4 = RowFormat(bits=4, group=32)
+_V4 = RowFormat(bits=4, group=32, rotate=True)
 
 KV_LAYOUTS: Mapping[str, tuple[RowFormat, RowFormat]] = MappingProxyType(
     {
         "model": (_AS_COMPUTED, _AS_COMPUTED),
-        "int8": (_INT8, _INT8),
-        "k8v4": (_INT8, _V4),
-        "k4v8": (_K4, _INT8),
+        "int8": (_K8, _V8),
+        "k8v4": (_K8, _V4),
+        "k4v8": (_K4, _V8),
         "int4": (_K4, _V4),
     }
 )

@@ -16,6 +16,7 @@ __all__ = ["main"]
 _COMMANDS = (
     ("demo", "three tenants chat with a small model at the same time; shows what was reused"),
     ("chat", "talk to a model in the terminal; shows what was reused after each turn"),
+    ("compile", "compiles the kernels for this machine now; an engine would do it in the background"),
     ("calibrate", "measures what each format of the cache costs in quality, on your own prompts"),
 )
 _FAILED, _INTERRUPTED, _NO_READER = 2, 130, 141

@@ -99,7 +99,7 @@ class Engine:
         name = str(model) if isinstance(model, PathLike) else model
         loaded = load(name, dtype=config.dtype, device=config.device, progress=say)
         engine = cls.__new__(cls)
-        say("proving that the pool changes nothing; the first time on a machine, kernels are compiled")
+        say("proving that the pool changes nothing")
         engine._start(name, loaded, config, policy_set)
         say(f"ready in {time.monotonic() - started:.1f} s: {engine.describe()}")
         return engine
@@ -332,11 +332,12 @@ class Engine:
     def describe(self) -> str:
         """Return one line about the model, the pool and the attention backend."""
         spec, blocks = self._runner.spec, self._runner.num_blocks
+        refused = "".join(f" ({name}: {reason})" for name, reason in self._runner.refusals.items())
         size = blocks * spec.bytes_per_block / 2**20
         return (
             f"{self._name}, {self._loaded.dtype} on {self._loaded.device}; pool of {blocks} blocks x "
             f"{spec.block_size} tokens = {blocks * spec.block_size} tokens, {size:.0f} MiB, format {spec.kv_format}; "
-            f"attention: {self._runner.backend}, decoder: {self._runner.decoder}"
+            f"attention: {self._runner.backend}{refused}, decoder: {self._runner.decoder}"
         )
 
     def close(self) -> None:

@@ -18,12 +18,13 @@ import torch
 from numba import njit, prange
 
 from prefixkv.kernels import numba_layout as at
-from prefixkv.kernels.numba_build import sources_digest, use_threads
+from prefixkv.kernels.numba_build import compiled, sources_digest, use_threads
 from prefixkv.kernels.numba_dots import EXP2, NOTHING
 from prefixkv.kernels.numba_halves import store_number
-from prefixkv.kernels.numba_ir import atomic_add, float_bits
+from prefixkv.kernels.numba_ir import atomic_add, float_bits, load_i32
 from prefixkv.kernels.numba_item import call_item, item_function
 from prefixkv.kernels.numba_layout import LayerView
+from prefixkv.kernels.numba_queries import turn_row
 
 __all__ = ["AttendPlan", "attend"]
 
@@ -88,8 +89,8 @@ def _exp2(x: Any) -> Any:
 
 
 @njit(nogil=True)
-def _merge_token(token: Any, head: Any, partial: Any, dim: Any, sinks: Any, out: Any, mode: Any) -> None:
-    """Merge the partial results of one query and write it in the queries' dtype."""
+def _merge_token(token: Any, head: Any, partial: Any, dim: Any, turn: Any, sinks: Any, out: Any, mode: Any) -> None:
+    """Merge the partial results of one query, turn it back and write it in the queries' dtype."""
     first, count = token[_SLOT], token[_NUM_SLOTS]
     most, total = np.float32(NOTHING), np.float32(0.0)
     for i in range(first, first + count):
@@ -109,6 +110,9 @@ def _merge_token(token: Any, head: Any, partial: Any, dim: Any, sinks: Any, out:
             for d in range(dim):
                 result[d] += weight * other[d]
     inverse = np.float32(1.0) / max(total, np.float32(1e-37))
+    if turn > 1:
+        inverse /= np.sqrt(np.float32(turn))
+        turn_row(result.ctypes.data, dim, turn)
     for d in range(dim):
         store_number(mode, out, d, result[d] * inverse)
 
@@ -116,7 +120,6 @@ def _merge_token(token: Any, head: Any, partial: Any, dim: Any, sinks: Any, out:
 def _build(sources: str) -> Any:
     """Return the compiled entry. Its disk cache is keyed by what it closes over, so by the sources of its parts too."""
 
-    @njit(parallel=True, nogil=True, cache=True)
     def attend(
         item: Any, f: Any, items: Any, num_items: Any, queries: Any, tables: Any, tokens: Any, partial: Any,
         scratch: Any, scratch_bytes: Any, threads: Any, kv_heads: Any, heads: Any, dim: Any,
@@ -135,12 +138,14 @@ def _build(sources: str) -> Any:
                 work = atomic_add(next_work, 1)
         counter[0] = 0  # keeps it alive until here
         size = 4 if q_mode == at.F32 else 2
+        turn = load_i32(f + at.V_TURN * 8)
         for index in prange(tokens.shape[0] * heads):
             token = tokens[index // heads]
             head = index % heads
-            _merge_token(token, head, partial, dim, sinks, out + (token[_TOKEN] * heads + head) * dim * size, q_mode)
+            place = out + (token[_TOKEN] * heads + head) * dim * size
+            _merge_token(token, head, partial, dim, turn, sinks, place, q_mode)
 
-    return attend
+    return compiled(njit, attend, parallel=True, nogil=True)
 
 
 _attend = _build(sources_digest())
@@ -162,7 +167,7 @@ def attend(
         sinks: [H] one extra logit per head, or None.
     """
     heads, dim = q.shape[1], out.shape[2]
-    scratch, partial = plan.room(view.scratch_bytes, heads, dim + 2)
+    scratch, partial = plan.room(view.scratch_bytes, heads, view.partial_width)
     _attend(
         item_function().address, view.address, plan.items_address, plan.num_items, plan.queries_address,
         plan.tables_address, plan.tokens, partial, scratch, view.scratch_bytes, plan.threads, view.num_kv_heads, heads,

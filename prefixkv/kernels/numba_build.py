@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numba
 import torch
 
-__all__ = ["choose_threading_layer", "sources_digest", "use_threads"]
+__all__ = ["choose_threading_layer", "compiled", "sources_digest", "use_threads"]
+
+
+def compiled(decorator: Callable[..., Any], function: Callable[..., Any], **options: Any) -> Any:
+    """Return a function that numba compiles on first use and keeps on disk, where the disk lets it."""
+    try:
+        return decorator(cache=True, **options)(function)
+    except RuntimeError:  # no folder that can be written
+        return decorator(**options)(function)
 
 
 def sources_digest() -> str:

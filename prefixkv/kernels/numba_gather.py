@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import njit, prange
 
 from prefixkv.kernels import numba_layout as at
-from prefixkv.kernels.numba_build import sources_digest, use_threads
+from prefixkv.kernels.numba_build import compiled, sources_digest, use_threads
 from prefixkv.kernels.numba_halves import load_number, store_number
 from prefixkv.kernels.numba_ir import (
     F32,
@@ -103,7 +103,6 @@ def _decode_row(mode: Any, src: Any, dim: Any, groups: Any, scales: Any, room: A
 def _build(sources: str) -> Any:
     """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
 
-    @njit(parallel=True, nogil=True, cache=True)
     def gather(f: Any, table: Any, rows: Any, k: Any, v: Any) -> None:
         heads, size = f[at.KV_HEADS], f[at.BLOCK]
         k_dim, v_dim = f[at.K_DIM], f[at.V_DIM]
@@ -131,7 +130,7 @@ def _build(sources: str) -> Any:
                 )  # fmt: skip
             space[0] = 0  # keeps it alive until here
 
-    return gather
+    return compiled(njit, gather, parallel=True, nogil=True)
 
 
 _gather = _build(sources_digest())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from prefixkv.kernels import numba_layout as at
-from prefixkv.kernels.numba_build import sources_digest
+from prefixkv.kernels.numba_build import compiled, sources_digest
 from prefixkv.kernels.numba_dots import MASKED, NOTHING, cap_scores, score_float, score_int, softmax, sum_float, sum_int
 from prefixkv.kernels.numba_ir import (
     LANES,
@@ -236,7 +236,7 @@ def _finish_queries(f: Any, s: Any, queries: Any, partial: Any, heads: Any, head
     for i in range(queries.shape[0]):
         for g in range(group):
             num = i * group + g
-            out = partial + (queries[i, _SLOT] * heads + head * group + g) * (dim + 2) * 4
+            out = partial + (queries[i, _SLOT] * heads + head * group + g) * f[at.P_WIDTH] * 4
             acc = s + f[at.S_ACC] + num * width * 4
             for start in range(0, min(woven, dim), 16):
                 # Sixteen numbers lie in four places of four, one in each vector of their run.
@@ -293,7 +293,6 @@ _PARAMETERS = (
 def _build(sources: str) -> Any:
     """Return the compiled function; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
 
-    @cfunc(types.void(*_PARAMETERS), cache=True)
     def item_of_one_head(
         f: Any, s: Any, item: Any, queries: Any, tables: Any, head: Any, q: Any, q_mode: Any, heads: Any, partial: Any,
         factor: Any, cap: Any
@@ -306,10 +305,10 @@ def _build(sources: str) -> Any:
         table = carray(tables, that[_TABLE] + 1)[that[_TABLE] :]
         _attend(fields, s, that, wanted, table, head, q, q_mode, heads, partial, factor, cap)
 
-    return item_of_one_head
+    return compiled(functools.partial(cfunc, types.void(*_PARAMETERS)), item_of_one_head)
 
 
-@cache
+@functools.cache
 def item_function() -> Any:
     """Return the compiled function, made or loaded on first use; its ``address`` is what :data:`call_item` calls.
 

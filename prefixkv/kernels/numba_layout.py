@@ -18,6 +18,8 @@ from prefixkv.kernels.numba_tiles import ROWS
 __all__ = ["MODES", "QUERIES_TOGETHER", "LayerView", "refuse_layout", "view_layer"]
 
 F32, BF16, F16, INT8, INT4 = range(5)
+FITS = 2
+"""Times that scale and minimum of four bits are fitted to the codes they gave, see the codec."""
 MODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: INT8, torch.uint8: INT4}
 """How stored numbers are to be read, by the dtype of the tensor that holds them."""
 
@@ -44,8 +46,10 @@ MODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int
     K_UNITS,  # units of a group
     V_WIDTH,  # V_DIM rounded up to whole vectors
     K_TURN,  # size of the Hadamard blocks that stored keys were multiplied with, or 0
+    V_TURN,
+    P_WIDTH,  # numbers of a partial result: V_DIM in whole vectors, maximum, total
     MOST_QUERIES,
-) = range(23)
+) = range(25)
 
 (
     S_STAGE,
@@ -82,6 +86,8 @@ class LayerView:
         num_kv_heads: K.
         num_rows: Rows of the pool, N * B.
         scratch_bytes: Bytes of scratch that a thread needs.
+        partial_width: Numbers of one partial result.
+        turned: Whether keys, and whether values, are stored turned by a Hadamard matrix.
         tensors: What the addresses point into.
     """
 
@@ -90,6 +96,8 @@ class LayerView:
     num_kv_heads: int
     num_rows: int
     scratch_bytes: int
+    partial_width: int
+    turned: tuple[bool, bool]
     tensors: tuple[torch.Tensor, ...]
 
 
@@ -107,14 +115,14 @@ def refuse_layout(key_dim: int, value_dim: int, modes: Sequence[int], key_group:
 
 
 def view_layer(
-    key: Sequence[torch.Tensor], value: Sequence[torch.Tensor], *, key_turned: bool, most_group: int
+    key: Sequence[torch.Tensor], value: Sequence[torch.Tensor], *, turned: tuple[bool, bool], most_group: int
 ) -> LayerView:
     """Describe one layer of the pool; keeps the tensors, changes nothing.
 
     Args:
         key: Contiguous parts of the keys, [N, K, B, ...]: rows, or codes and scales.
         value: Parts of the values.
-        key_turned: Whether stored keys were multiplied with a Hadamard matrix.
+        turned: Whether keys, and whether values, were multiplied with a Hadamard matrix.
         most_group: Query heads that share a kv head.
     """
     fields = np.zeros(NUM_FIELDS, np.int64)
@@ -140,7 +148,10 @@ def view_layer(
     fields[V_STAGE_BYTES] = max(fields[V_BYTES], fields[V_STAGED])
     fields[K_GROUPS], fields[V_GROUPS] = k_groups, v_groups
     fields[K_UNITS], fields[V_WIDTH] = units // k_groups, v_width
-    fields[K_TURN] = k_dim & -k_dim if key_turned else 0
+    fields[K_TURN], fields[V_TURN] = (
+        dim & -dim if turn else 0 for dim, turn in zip((k_dim, v_dim), turned, strict=True)
+    )
+    fields[P_WIDTH] = v_width + 2
     fields[MOST_QUERIES] = max(QUERIES_TOGETHER, most_group)
     at = 0
     for name, size in _scratch_sizes(fields, units).items():
@@ -148,7 +159,9 @@ def view_layer(
         at += -(-size // 64) * 64
     num_blocks, num_kv_heads, block_size = key[0].shape[:3]
     tensors = (*key, *value)
-    return LayerView(fields, fields.ctypes.data, num_kv_heads, num_blocks * block_size, at, tensors)
+    return LayerView(
+        fields, fields.ctypes.data, num_kv_heads, num_blocks * block_size, at, v_width + 2, turned, tensors
+    )
 
 
 def _scratch_sizes(fields: np.ndarray, units: int) -> dict[int, int]:

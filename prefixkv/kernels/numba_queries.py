@@ -35,7 +35,7 @@ from prefixkv.kernels.numba_ir import (
 from prefixkv.kernels.numba_layout import BF16
 from prefixkv.kernels.numba_layout import F32 as FLOAT32
 
-__all__ = ["pack_query", "read_query"]
+__all__ = ["pack_query", "read_query", "turn_row"]
 
 
 def _scaled(name: str, kind: ir.Type, convert: Callable[[ir.IRBuilder, Any], Any]) -> Any:
@@ -73,7 +73,7 @@ def read_query(mode: Any, src: Any, dim: Any, factor: Any, turn: Any, dst: Any) 
             value = load_number(mode, src, i) * factor
         store_f32(dst + 4 * i, value)
     if turn > 1:
-        _turn_row(dst, dim, turn)
+        turn_row(dst, dim, turn)
 
 
 def _emit_turn(b: ir.IRBuilder, row: Any, dim: Any, turn: Any) -> None:
@@ -107,7 +107,7 @@ def _turn_across(b: ir.IRBuilder, row: Any, dim: Any, step: int) -> None:
         store(b, high, b.fsub(x, y))
 
 
-_turn_row = micro_kernel("turn_row", 3, _emit_turn)
+turn_row = micro_kernel("turn_row", 3, _emit_turn)
 
 
 def _emit_pack(b: ir.IRBuilder, src: Any, units: Any, dst: Any, scale: Any) -> None:

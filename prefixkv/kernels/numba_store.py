@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from llvmlite import ir
 from numba import njit, prange
 
 from prefixkv.kernels import numba_layout as at
-from prefixkv.kernels.numba_build import sources_digest, use_threads
+from prefixkv.kernels.numba_build import compiled, sources_digest, use_threads
 from prefixkv.kernels.numba_halves import half_bits, load_number
 from prefixkv.kernels.numba_ir import (
     F32,
@@ -36,7 +37,7 @@ from prefixkv.kernels.numba_ir import (
 from prefixkv.kernels.numba_layout import LayerView
 from prefixkv.kernels.numba_queries import read_query
 
-__all__ = ["store_rows"]
+__all__ = ["cache_folder", "store_rows"]
 
 _MOST_FP16 = 65504.0
 _HALVES = (torch.bfloat16, torch.float16)
@@ -71,29 +72,58 @@ def _clamp(x: Any, low: Any, high: Any) -> Any:
 
 
 @njit(nogil=True)
+def _code(x: Any, low: Any, step: Any) -> Any:
+    """Return the nearest of 16 steps from ``low``; any number for NaN."""
+    return np.int32(_clamp(np.rint((x - low) / step), np.float32(0.0), np.float32(15.0))) & 15
+
+
+@njit(nogil=True)
+def _put_scale(scales: Any, group: Any, step: Any, low: Any) -> Any:
+    """Write a group's scale and minimum as float16."""
+    most = np.float32(_MOST_FP16)
+    store_i16(scales + group * 4, half_bits(_clamp(step, np.float32(0.0), most)))
+    store_i16(scales + group * 4 + 2, half_bits(_clamp(low, -most, most)))
+
+
+@njit(nogil=True)
 def _quantise_i4(row: Any, dim: Any, groups: Any, codes: Any, scales: Any) -> None:
     """Write a float32 row as nibbles, number i beside number i + dim/2, and float16 scale and minimum per group."""
-    most, half, size = np.float32(_MOST_FP16), dim // 2, dim // groups
+    half, size = dim // 2, dim // groups
     for i in range(half):
         store_i8(codes + i, 0)
     for group in range(groups):
-        low = high = load_f32(row + group * size * 4)
-        for i in range(group * size, (group + 1) * size):
-            x = load_f32(row + i * 4)
+        first = row + group * size * 4
+        low = high = load_f32(first)
+        for i in range(size):
+            x = load_f32(first + i * 4)
             low = x if x < low or x != x else low
             high = x if x > high or x != x else high
-        store_i16(scales + group * 4 + 2, half_bits(_clamp(low, -most, most)))
-        low = load_number(at.F16, scales, 2 * group + 1)
-        step = (high - low) / np.float32(15.0)
-        store_i16(scales + group * 4, half_bits(_clamp(step, np.float32(0.0), most)))
-        step = load_number(at.F16, scales, 2 * group)
+        _put_scale(scales, group, (high - low) / np.float32(15.0), low)
+        for _ in range(at.FITS):
+            low, step = load_number(at.F16, scales, 2 * group + 1), load_number(at.F16, scales, 2 * group)
+            if not step > np.float32(0.0):
+                break
+            # The line through codes and numbers with the least squares.
+            codes_sum = squares = 0
+            total = product = np.float32(0.0)
+            for i in range(size):
+                x = load_f32(first + i * 4)
+                code = _code(x, low, step)
+                codes_sum += code
+                squares += code * code
+                total += x
+                product += np.float32(code) * x
+            spread = np.float32(squares * size - codes_sum * codes_sum)
+            if not spread > np.float32(0.0):
+                break
+            step = (product * np.float32(size) - np.float32(codes_sum) * total) / spread
+            _put_scale(scales, group, step, (total - step * np.float32(codes_sum)) / np.float32(size))
+        low, step = load_number(at.F16, scales, 2 * group + 1), load_number(at.F16, scales, 2 * group)
         if not step > np.float32(0.0):
             step = np.float32(1.0)
         for i in range(group * size, (group + 1) * size):
-            code = np.rint((load_f32(row + i * 4) - low) / step)
-            nibble = np.int32(_clamp(code, np.float32(0.0), np.float32(15.0)))
+            nibble = _code(load_f32(row + i * 4), low, step)
             place = codes + i % half
-            nibble &= 15  # of NaN, any number will do
             store_i8(place, load_u8(place) | (nibble << 4 if i >= half else nibble))
 
 
@@ -109,14 +139,16 @@ def _store_row(
     scales: Any,
     scale_bytes: Any,
     index: Any,
+    turn: Any,
     room: Any,
 ) -> None:
-    """Encode one row and put it at row ``index`` of its tensors."""
+    """Turn and encode one row and put it at row ``index`` of its tensors."""
     dst = rows + index * row_bytes
     if mode != at.INT8 and mode != at.INT4:
         copy_bytes(dst, src, row_bytes)
         return
-    read_query(src_mode, src, dim, np.float32(1.0), 0, room)
+    factor = np.float32(1.0) / np.sqrt(np.float32(turn)) if turn > 1 else np.float32(1.0)
+    read_query(src_mode, src, dim, factor, turn, room)
     if mode == at.INT8:
         codes = room + _ROOM // 2
         _quantise_i8(room, -(-dim // LANES), codes, scales + index * 4)
@@ -128,7 +160,6 @@ def _store_row(
 def _build(sources: str) -> Any:
     """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
 
-    @njit(parallel=True, nogil=True, cache=True)
     def store_rows(f: Any, num_rows: Any, slots: Any, k: Any, k_mode: Any, v: Any, v_mode: Any) -> Any:
         heads, size = f[at.KV_HEADS], f[at.BLOCK]
         k_row = f[at.K_DIM] * (4 if k_mode == at.F32 else 2)
@@ -148,19 +179,25 @@ def _build(sources: str) -> Any:
                 which = token * heads + head
                 _store_row(
                     f[at.K_MODE], f[at.K_DIM], f[at.K_GROUPS], k + which * k_row, k_mode,
-                    f[at.K_ROWS], f[at.K_BYTES], f[at.K_SCALES], f[at.K_SCALE_BYTES], index, room,
+                    f[at.K_ROWS], f[at.K_BYTES], f[at.K_SCALES], f[at.K_SCALE_BYTES], index, f[at.K_TURN], room,
                 )  # fmt: skip
                 _store_row(
                     f[at.V_MODE], f[at.V_DIM], f[at.V_GROUPS], v + which * v_row, v_mode,
-                    f[at.V_ROWS], f[at.V_BYTES], f[at.V_SCALES], f[at.V_SCALE_BYTES], index, room,
+                    f[at.V_ROWS], f[at.V_BYTES], f[at.V_SCALES], f[at.V_SCALE_BYTES], index, f[at.V_TURN], room,
                 )  # fmt: skip
             scratch[0] = 0  # keeps it alive until here
         return refused
 
-    return store_rows
+    return compiled(njit, store_rows, parallel=True, nogil=True)
 
 
 _store_rows = _build(sources_digest())
+
+
+def cache_folder() -> Path | None:
+    """Return where compiled kernels are kept, or None if they are not; changes nothing."""
+    folder = _store_rows.stats.cache_path
+    return None if folder is None else Path(folder)
 
 
 def store_rows(view: LayerView, slot_mapping: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -169,7 +206,7 @@ def store_rows(view: LayerView, slot_mapping: torch.Tensor, k: torch.Tensor, v: 
     Args:
         view: The layer.
         slot_mapping: [T] int64, ``block * B + offset`` of each token, all different.
-        k: [T, K, D], turned already where the format turns keys. Of the pool's dtype where rows are kept as computed.
+        k: [T, K, D], of the pool's dtype where rows are kept as computed.
         v: [T, K, Dv].
 
     Raises:

@@ -111,11 +111,11 @@ class _Int4:
     """Asymmetric 4-bit codes in groups along the row: ``number = code * scale + minimum``, both of them float16.
 
     Byte ``i`` of a row holds the codes of numbers ``i`` (low nibble) and ``i + D/2`` (high nibble), so that a vector
-    of bytes unpacks into two vectors of neighbours. Where ``rotate`` is set, what is stored is the row times a
-    Hadamard matrix.
+    of bytes unpacks into two vectors of neighbours. Scale and minimum first span the group, then they are fitted by
+    least squares to the codes this gave, twice: the ends of a group lose a little, all between them gains.
 
-    Source: grouped asymmetric quantisation as in KIVI (Liu et al. 2024), rotation as in QuaRot (Ashkboos et al. 2024);
-    groups lie along the head size of one token here, so that a token is quantised once, when it is written.
+    Source: grouped asymmetric quantisation as in KIVI (Liu et al. 2024); groups lie along the head size of one token
+    here, so that a token is quantised once, when it is written.
     """
 
     def __init__(self, layout: RowFormat) -> None:
@@ -130,29 +130,62 @@ class _Int4:
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rows = rows.float()
         dim = rows.shape[-1]
-        if self._layout.rotate:
-            rows = rows @ hadamard(dim, rows.device)
         size = self._layout.group_size(dim)
         groups = rows.reshape(*rows.shape[:-1], dim // size, size)
         low, high = groups.aminmax(dim=-1)
-        # Codes are made against the scales as stored, so rounding them costs nothing twice.
-        low = low.clamp(-_MOST_FP16, _MOST_FP16).half()
-        scale = ((high - low.float()) / 15).clamp(0, _MOST_FP16).half()
-        step = scale.float()
-        codes = (groups - low.float()[..., None]) / step.where(step > 0, 1)[..., None]
-        codes = codes.round_().clamp_(0, 15).to(torch.uint8).flatten(-2)
+        scale, low = _half_pair((high - low) / 15, low)
+        for _ in range(_FITS):
+            codes = _codes(groups, scale, low).float()
+            total, code_sum = groups.sum(-1), codes.sum(-1)
+            spread = (codes * codes).sum(-1) * size - code_sum * code_sum
+            fitted = ((codes * groups).sum(-1) * size - code_sum * total) / spread
+            fitted_scale, fitted_low = _half_pair(fitted, (total - fitted * code_sum) / size)
+            fits = (spread > 0) & (scale > 0)
+            scale, low = fitted_scale.where(fits, scale), fitted_low.where(fits, low)
+        codes = _codes(groups, scale, low).to(torch.uint8).flatten(-2)
         packed = codes[..., : dim // 2] | codes[..., dim // 2 :] << 4
         return packed, torch.stack((scale, low), dim=-1)
 
     def decode(self, parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
         packed, scales = parts
         codes = torch.cat((packed & 15, packed >> 4), dim=-1).float()
-        dim = codes.shape[-1]
         groups = codes.reshape(*scales.shape[:-1], -1)
         rows: torch.Tensor = (groups * scales[..., :1].float() + scales[..., 1:].float()).flatten(-2)
-        if self._layout.rotate:
-            rows = rows @ hadamard(dim, rows.device).T
         return rows.to(dtype)
+
+
+_FITS = 2
+
+
+def _half_pair(scale: torch.Tensor, low: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scale and minimum as they are stored. Codes are made against these, so rounding costs nothing twice."""
+    return scale.clamp(0, _MOST_FP16).half(), low.clamp(-_MOST_FP16, _MOST_FP16).half()
+
+
+def _codes(groups: torch.Tensor, scale: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    step = scale.float()
+    codes = (groups - low.float()[..., None]) / step.where(step > 0, 1)[..., None]
+    return codes.round_().clamp_(0, 15)
+
+
+class _Turned:
+    """Rows times a Hadamard matrix, which spreads outliers over the row, stored by another codec.
+
+    Source: rotation as in QuaRot (Ashkboos et al. 2024).
+    """
+
+    def __init__(self, codec: RowCodec) -> None:
+        self._codec = codec
+
+    def parts(self, dim: int, dtype: torch.dtype) -> tuple[Part, ...]:
+        return self._codec.parts(dim, dtype)
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._codec.encode(rows.float() @ hadamard(rows.shape[-1], rows.device))
+
+    def decode(self, parts: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        rows = self._codec.decode(parts, torch.float32)
+        return (rows @ hadamard(rows.shape[-1], rows.device).T).to(dtype)
 
 
 @lru_cache(maxsize=64)
@@ -171,7 +204,8 @@ def hadamard(dim: int, device: torch.device) -> torch.Tensor:
 def _codec(layout: RowFormat) -> RowCodec:
     if layout.bits is None:
         return _AsComputed()
-    return _Int8() if layout.bits == 8 else _Int4(layout)
+    codec: RowCodec = _Int8() if layout.bits == 8 else _Int4(layout)
+    return _Turned(codec) if layout.rotate else codec
 
 
 FORMATS: Mapping[str, KVFormat] = MappingProxyType(

@@ -6,8 +6,6 @@ copied, cleared or moved to a slower tier as it is.
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from prefixkv.cache.spec import KVCacheSpec, LayerSpec
 from prefixkv.config import parse_memory
 from prefixkv.errors import ConfigError
 from prefixkv.kv.formats import TORCH_DTYPES, KVFormat, RowCodec, get_format
+from prefixkv.kv.pages import zeros
 from prefixkv.kv.writer import choose_writer
 
 __all__ = ["KVStorage", "LayerStorage", "plan_num_blocks"]
@@ -69,9 +68,18 @@ class KVStorage:
         )
         self._writer = choose_writer(self)
 
+    def choose_writer(self) -> None:
+        """Choose again who writes the rows: kernels may have become ready since."""
+        self._writer = choose_writer(self)
+
     def _allocate(self, codec: RowCodec, layer: LayerSpec, dim: int) -> tuple[torch.Tensor, ...]:
         lead = (self.num_blocks, layer.num_kv_heads, self.spec.block_size)
-        return tuple(_zeros((*lead, *part.row_shape), part.dtype, self.device) for part in codec.parts(dim, self.dtype))
+        return tuple(self._zeros((*lead, *part.row_shape), part.dtype) for part in codec.parts(dim, self.dtype))
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return zeros(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @property
     def nbytes(self) -> int:
@@ -151,14 +159,6 @@ class KVStorage:
             return True
         index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
         return not any(bool(tensor.index_select(0, index).any()) for tensor in self._tensors())
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # torch.zeros would touch every page now: 0.7 s a GiB, and the memory is taken before a row is written.
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def plan_num_blocks(spec: KVCacheSpec, memory: int | float | str, device: torch.device | str) -> int:

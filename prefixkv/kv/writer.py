@@ -1,6 +1,6 @@
 """Who puts new rows into the tensors: the codecs in torch everywhere, a compiled kernel on a CPU where numba is there.
 
-Both leave the same bits; the torch one is the oracle.
+Both leave the same bits, except that turning a row rounds differently; the torch one is the oracle.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from prefixkv.cache.spec import KV_LAYOUTS
-from prefixkv.kv.formats import hadamard
+from prefixkv.kv.views import layer_view
 
 if TYPE_CHECKING:
     from prefixkv.kv.storage import KVStorage
@@ -50,12 +50,7 @@ class NumbaWriter:
     """Encodes and scatters in one pass over the rows."""
 
     def __init__(self, storage: KVStorage) -> None:
-        from prefixkv.kernels.numba_layout import view_layer
-
-        self._turned = KV_LAYOUTS[storage.spec.kv_format][0].rotate
-        self._views = [
-            view_layer(layer.key, layer.value, key_turned=self._turned, most_group=1) for layer in storage.layers
-        ]
+        self._views = [layer_view(storage, layer) for layer in range(len(storage.layers))]
         self._kinds = [storage.dtype if row.bits is None else None for row in KV_LAYOUTS[storage.spec.kv_format]]
 
     def write(self, layer: int, slot_mapping: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -66,8 +61,6 @@ class NumbaWriter:
         """
         from prefixkv.kernels.numba_store import store_rows
 
-        if self._turned:
-            k = k.float() @ hadamard(k.shape[-1], k.device)
         k, v = (rows if kind is None else rows.to(kind) for rows, kind in zip((k, v), self._kinds, strict=True))
         store_rows(self._views[layer], slot_mapping, k, v)
 
@@ -77,8 +70,9 @@ def choose_writer(storage: KVStorage) -> RowWriter:
     if storage.device.type == "cpu" and find_spec("numba") is not None:
         try:
             from prefixkv.kernels.numba_build import choose_threading_layer
+            from prefixkv.kernels.readiness import refusal
         except ImportError:
             return TorchWriter(storage)
-        if choose_threading_layer() is None:
+        if (choose_threading_layer() or refusal()) is None:
             return NumbaWriter(storage)
     return TorchWriter(storage)

@@ -2,14 +2,16 @@
 
 The stock model stays the judge: the self-test compares both at load, and where it, or anything else, speaks against
 this path the hook serves. Projections that read the same input are merged; the model's parameters become views of the
-merged ones, so no weight lies in memory twice and the user's model works as before. Hooks and patched methods on the
-model are honoured: while there are any, the stock modules run.
+merged ones, so no weight lies in memory twice and the user's model works as before. On a CPU they move to large pages.
+Hooks and patched methods on the model are honoured: while there are any, the stock modules run.
+
+Steps of few tokens on a CPU with a matrix unit go through compiled kernels, see :mod:`prefixkv.kernels.numba_step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,9 +20,12 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from prefixkv.attention.base import AttentionBackend
+from prefixkv.kv.pages import Arena
 from prefixkv.kv.storage import KVStorage
 from prefixkv.model.batch import ForwardBatch
+from prefixkv.model.compiled import FEW_TOKENS, CompiledLayers, refuse_layers
 from prefixkv.model.inspect import ModelShape
+from prefixkv.model.layers import DecoderLayer, Linear, Norm, same
 
 __all__ = ["FusedDecoder", "NotFusable"]
 
@@ -30,57 +35,6 @@ FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3", "olmo2")
 
 class NotFusable(Exception):
     """The model is not of the shape; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class _Norm:
-    weight: torch.Tensor
-    eps: float
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One decoder layer. A norm that the family does not have is the identity.
-
-    Attributes:
-        norms: Before attention, behind attention, before the MLP, behind the MLP.
-        qkv: Merged projection to [T, (H + 2K) * D].
-        qk_norm: Norms of queries and keys, None if there are none.
-        qk_norm_per_head: Whether they are taken per head, or over the whole row.
-        out: Back from [T, H * D].
-        gate_up: Merged projection to [T, 2I].
-        act: Activation of the gate.
-        down: Back from [T, I].
-        rotates: Whether the layer has RoPE.
-        scaling: Factor of the scores.
-    """
-
-    norms: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    qkv: _Linear
-    qk_norm: tuple[_Norm, _Norm] | None
-    qk_norm_per_head: bool
-    out: _Linear
-    gate_up: _Linear
-    act: Callable[[torch.Tensor], torch.Tensor]
-    down: _Linear
-    rotates: bool
-    scaling: float
 
 
 class FusedDecoder:
@@ -97,6 +51,8 @@ class FusedDecoder:
         inner: Any = getattr(model, "model", None)
         self._head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         _check_plain(model, inner)
+        _move_to_large_pages(inner, self._head)
+        self._few: CompiledLayers | None = None
         self._embedding: nn.Embedding = inner.embed_tokens
         self._rope: Any = inner.rotary_emb
         self._norm = _norm(inner.norm)
@@ -105,6 +61,24 @@ class FusedDecoder:
         modules = [module for module in model.modules() if module is not self._rope]
         self._modules = modules
         self._forwards = {kind: kind.forward for kind in {type(module) for module in modules}}
+
+    def use_kernels(self) -> str | None:
+        """Run steps of few tokens by compiled kernels from now on; return the reason if they cannot.
+
+        The kernels have to be ready: :mod:`prefixkv.kernels.readiness`.
+        """
+        reason = refuse_layers(self._layers, self._shape, self._head)
+        self._few = None if reason else CompiledLayers(self._layers, self._shape, self._norm, self._head)
+        return reason
+
+    def use_torch(self) -> None:
+        """Run all steps by torch from now on."""
+        self._few = None
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether compiled kernels run steps of few tokens."""
+        return self._few is not None
 
     def is_current(self) -> bool:
         """Return whether the model is as it was read: no hook and no patched method asks to be run."""
@@ -122,6 +96,8 @@ class FusedDecoder:
         x = functional.embedding(batch.input_ids[0], self._embedding.weight)  # [T, hidden]
         cos, sin = self._rope(x[None], batch.position_ids)  # [1, T, rotated]
         half = cos.shape[-1] // 2
+        if self._few is not None and len(x) <= FEW_TOKENS:
+            return self._few.forward(x, (cos[0, :, :half], sin[0, :, :half]), batch, storage)
         turn = cos[0, :, None, :half], sin[0, :, None, :half]
         meta = batch.attention
         for index, layer in enumerate(self._layers):
@@ -145,7 +121,7 @@ class FusedDecoder:
 
     def _project(
         self,
-        layer: _Layer,
+        layer: DecoderLayer,
         x: torch.Tensor,
         num_heads: int,
         num_kv_heads: int,
@@ -174,7 +150,47 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     parts = [first * cos - second * sin, second * cos + first * sin]
     if 2 * half < x.shape[-1]:
         parts.append(x[..., 2 * half :])
-    return torch.cat(parts, dim=-1)
+    return torch.cat(parts, dim=-1).to(x.dtype)  # OLMo 2 turns in float32
+
+
+def _move_to_large_pages(inner: Any, head: Any) -> None:
+    """Move the weights of a model on a CPU to large pages, those that are merged side by side."""
+    groups = [group for group in _weight_groups(inner, head) if not all(_is_moved(part) for part in group)]
+    if not groups or any(part.device.type != "cpu" for part in chain.from_iterable(groups)):
+        return
+    arena = Arena(sum(Arena.room(sum(part.nbytes for part in group)) for group in groups))
+    with torch.no_grad():
+        for group in groups:
+            sizes = [part.numel() for part in group]
+            room = arena.empty(sum(sizes), group[0].dtype)
+            for part, place in zip(group, room.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+                part.data = place.view(part.shape).copy_(part)
+                part.prefixkv_page = place.data_ptr()  # type: ignore[attr-defined]
+
+
+def _is_moved(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, "prefixkv_page", None) == parameter.data_ptr()
+
+
+def _weight_groups(inner: Any, head: Any) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters that shall lie side by side, each once."""
+    yield [inner.embed_tokens.weight]
+    if head.weight is not inner.embed_tokens.weight:
+        yield [head.weight]
+    for layer in inner.layers:
+        for owner, names in (
+            (layer.self_attn, ("q_proj", "k_proj", "v_proj")),
+            (layer.self_attn, ("qkv_proj",)),
+            (layer.self_attn, ("o_proj",)),
+            (layer.mlp, ("gate_proj", "up_proj")),
+            (layer.mlp, ("gate_up_proj",)),
+            (layer.mlp, ("down_proj",)),
+        ):
+            parts = [getattr(owner, name) for name in names if hasattr(owner, name)]
+            for kind in ("weight", "bias"):
+                found = [getattr(part, kind) for part in parts if getattr(part, kind) is not None]
+                if found and all(tensor.dtype == found[0].dtype for tensor in found):
+                    yield found
 
 
 def _check_plain(model: PreTrainedModel, inner: Any) -> None:
@@ -193,15 +209,15 @@ def _check_plain(model: PreTrainedModel, inner: Any) -> None:
                     raise NotFusable(f"a layer has no {name}")
 
 
-def _read_layer(layer: Any) -> _Layer:
+def _read_layer(layer: Any) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
     norms: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
     if hasattr(layer, "input_layernorm"):
-        norms = (_norm(layer.input_layernorm), _same, _norm(layer.post_attention_layernorm), _same)
+        norms = (_norm(layer.input_layernorm), same, _norm(layer.post_attention_layernorm), same)
     else:
-        norms = (_same, _norm(layer.post_attention_layernorm), _same, _norm(layer.post_feedforward_layernorm))
+        norms = (same, _norm(layer.post_attention_layernorm), same, _norm(layer.post_feedforward_layernorm))
     has_norm = hasattr(attention, "q_norm")
-    return _Layer(
+    return DecoderLayer(
         norms=norms,
         qkv=_merge(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj"),
         qk_norm=(_norm(attention.q_norm), _norm(attention.k_norm)) if has_norm else None,
@@ -215,15 +231,15 @@ def _read_layer(layer: Any) -> _Layer:
     )
 
 
-def _norm(module: Any) -> _Norm:
-    return _Norm(module.weight.detach(), float(module.variance_epsilon))
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight.detach(), float(module.variance_epsilon))
 
 
-def _linear(module: nn.Linear) -> _Linear:
-    return _Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+def _linear(module: nn.Linear) -> Linear:
+    return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 
-def _merge(owner: Any, names: tuple[str, ...], merged_name: str) -> _Linear:
+def _merge(owner: Any, names: tuple[str, ...], merged_name: str) -> Linear:
     """Return one projection for several; the parameters of the parts become views of it."""
     if hasattr(owner, merged_name):
         return _linear(getattr(owner, merged_name))
@@ -231,10 +247,10 @@ def _merge(owner: Any, names: tuple[str, ...], merged_name: str) -> _Linear:
     merged = _merge_tensors([part.weight for part in parts])
     biases = [part.bias for part in parts]
     if all(bias is None for bias in biases):
-        return _Linear(merged, None)
+        return Linear(merged, None)
     if any(bias is None for bias in biases):
         raise NotFusable(f"only some of {', '.join(names)} have a bias")
-    return _Linear(merged, _merge_tensors(biases))
+    return Linear(merged, _merge_tensors(biases))
 
 
 def _merge_tensors(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """Read a llama-family GGUF file in one pass.
 
 transformers parses such a file three times and builds its table of tensor names once per submodule: 18 seconds for the
-demo model on the machine where this takes two. So the plain case is read here: architecture ``llama`` and nothing in
+demo model on the machine where this takes one. So the plain case is read here: architecture ``llama`` and nothing in
 the header that this module does not know. For everything else :func:`read_llama` returns None and transformers does
 the work.
 
-Source: the GGUF specification (github.com/ggml-org/ggml, docs/gguf.md). Values are unpacked by the ``gguf`` package.
+Source: the GGUF specification (github.com/ggml-org/ggml, docs/gguf.md). Values are unpacked by the ``gguf`` package,
+except the two kinds that the demo model has, where whole tensors at a time are ten times faster.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def read_llama(path: Path, dtype: torch.dtype) -> LlamaFile | None:
             name = _weight_name(tensor.name)
             if name is None:
                 return None
-            weights[name] = _values(data, header.data_start, tensor, config).to(dtype)
+            weights[name] = _values(data, header.data_start, tensor, config, dtype)
     return LlamaFile(config, weights)
 
 
@@ -181,8 +182,8 @@ def _weight_name(name: str) -> str | None:
     return f"{_TENSORS[stem]}.weight" if stem in _TENSORS else None
 
 
-def _values(data: mmap.mmap, start: int, tensor: _Tensor, config: LlamaConfig) -> torch.Tensor:
-    """Return a tensor's numbers in float32, rows in transformers' order."""
+def _values(data: mmap.mmap, start: int, tensor: _Tensor, config: LlamaConfig, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor's numbers, rows in transformers' order."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     kind = GGMLQuantizationType(tensor.kind)
@@ -191,6 +192,12 @@ def _values(data: mmap.mmap, start: int, tensor: _Tensor, config: LlamaConfig) -
     raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start + tensor.offset)
     if tensor.kind in _FLOATS:
         numbers = raw.clone().view(_FLOATS[tensor.kind]).float()
+    elif tensor.kind in _UNPACKED_HERE:
+        blocks = raw.view(-1, block_bytes)
+        numbers = torch.empty(len(blocks), block_numbers, dtype=dtype)
+        for first in range(0, len(blocks), _BLOCKS_AT_ONCE):
+            some = slice(first, first + _BLOCKS_AT_ONCE)
+            numbers[some] = _UNPACKED_HERE[tensor.kind](blocks[some])
     else:
         numbers = torch.from_numpy(dequantize(raw.view(*tensor.shape[:-1], -1).numpy(), kind))
     numbers = numbers.reshape(tensor.shape)
@@ -201,4 +208,22 @@ def _values(data: mmap.mmap, start: int, tensor: _Tensor, config: LlamaConfig) -
             heads = config.num_key_value_heads
         paired = numbers.reshape(heads, -1, 2, *tensor.shape[1:])
         numbers = paired.transpose(1, 2).reshape(tensor.shape)
-    return numbers
+    return numbers.to(dtype)
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    """Return [N, 32] float32 of [N, 34] bytes: a float16 scale and 32 signed codes."""
+    scale = blocks[:, :2].clone().view(torch.float16).float()
+    return blocks[:, 2:].view(torch.int8) * scale
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    """Return [N, 32] float32 of [N, 20] bytes: float16 scale and minimum, 16 bytes whose low halves come first."""
+    line = blocks[:, :4].clone().view(torch.float16).float()
+    codes = blocks[:, 4:]
+    return torch.cat((codes & 15, codes >> 4), dim=1) * line[:, :1] + line[:, 1:]
+
+
+_UNPACKED_HERE = {3: _q4_1, 8: _q8_0}
+_BLOCKS_AT_ONCE = 1024
+"""So few that what lies between bytes and numbers stays in the cache, and that torch starts no threads for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from prefixkv.attention.base import AttentionBackend
-from prefixkv.attention.select import BackendChoice, select_backend
+from prefixkv.attention.select import BackendChoice, backends_compile, kernels_ready, prepare_backends, select_backend
 from prefixkv.cache.spec import KVCacheSpec
 from prefixkv.config import CacheConfig
 from prefixkv.errors import ConfigError, UnsupportedModel
@@ -24,12 +25,17 @@ from prefixkv.model.load import LoadedModel
 
 __all__ = ["ModelRunner"]
 
+logger = logging.getLogger("prefixkv.model")
+
 _SELF_TEST_TOKENS = 24
 _TOLERANCE = {"float32": 3e-4, "float16": 0.003, "bfloat16": 0.02}
 """Most that self-test logits may differ, as a share of the stock logits' spread (standard deviation), for one layer.
 
 Rounding grows with the root of the number of layers. Measured, 15 kinds of small models and the demo: a third or less.
 """
+
+_Proof = tuple[list[list[int]], torch.Tensor]
+"""Prompts of the self-test and [T, V] the stock model's logits of all their tokens."""
 
 
 class ModelRunner:
@@ -42,6 +48,7 @@ class ModelRunner:
         backend: Name of the attention backend.
         refusals: Name of a better backend to why it was refused.
         decoder_refusal: Why it is not the fused one, or None.
+        step_refusal: Why compiled kernels do not run its small steps, or None.
         self_test_error: What the self-test measured, in the unit of its tolerance.
     """
 
@@ -60,12 +67,15 @@ class ModelRunner:
         self.backend = choice.backend.name
         self.refusals = choice.refusals
         self.decoder_refusal: str | None = None
+        self.step_refusal: str | None = "the kernels are not ready"
         self.self_test_error = 0.0
         self._fused: FusedDecoder | None = None
         self._model = model
         self._attachment = attachment
         self._shape = shape
         self._backend: AttentionBackend = choice.backend
+        self._awaits_backend = backends_compile()
+        self._proof: _Proof | None = None
 
     @classmethod
     def build(cls, loaded: LoadedModel, cache: CacheConfig) -> ModelRunner:
@@ -83,6 +93,7 @@ class ModelRunner:
         try:
             shape = observe(model)
             spec = KVCacheSpec(shape.layers, shape.dtype, cache.kv_format, cache.block_size)
+            prepare_backends(loaded.device.type)
             choice = select_backend(shape.attention_spec(spec, loaded.device.type))
             num_blocks = plan_num_blocks(spec, cache.memory, loaded.device)
             storage = _allocate(spec, num_blocks, loaded.device)
@@ -95,8 +106,10 @@ class ModelRunner:
 
     @property
     def decoder(self) -> str:
-        """``"fused"`` or ``"stock"``: what runs the layers."""
-        return "stock" if self._fused is None else "fused"
+        """``"compiled"``, ``"fused"`` or ``"stock"``: what runs the layers of a decode step."""
+        if self._fused is None:
+            return "stock"
+        return "compiled" if self._fused.uses_kernels else "fused"
 
     def execute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Compute one step; writes the rows of every chunk's tokens.
@@ -111,6 +124,8 @@ class ModelRunner:
         Raises:
             IntegrityError: If a block table does not fit its chunk or the model skipped a layer.
         """
+        if self._awaits_backend and not backends_compile():
+            self._change_backend()
         batch = ForwardBatch.build(
             chunks, block_size=self.spec.block_size, num_blocks=self.num_blocks, device=self.storage.device
         )
@@ -148,13 +163,47 @@ class ModelRunner:
         lengths = (longest, max(1, longest * 2 // 3))
         prompts = [torch.randint(0, loaded.vocab_size, (n,), generator=generator) for n in lengths]
         want = torch.cat([self._stock_logits(prompt) for prompt in prompts])
-        self.self_test_error = self._self_test([prompt.tolist() for prompt in prompts], want)
+        proof = [prompt.tolist() for prompt in prompts], want
+        self.self_test_error = self._self_test(*proof)
+        if self._awaits_backend:
+            self._proof = proof
         try:
             self._fused = FusedDecoder(self._model, self._shape)
-            self.self_test_error = self._self_test([prompt.tolist() for prompt in prompts], want)
+            self.self_test_error = self._self_test(*proof)
+            self._use_kernels(proof)
         except (NotFusable, UnsupportedModel) as error:
             self._fused = None
             self.decoder_refusal = str(error)
+
+    def _use_kernels(self, proof: _Proof) -> None:
+        """Let compiled kernels run the fused decoder's small steps, if they are ready and pass the self-test."""
+        if self._fused is None or not kernels_ready():
+            return
+        self.step_refusal = self._fused.use_kernels()
+        if self.step_refusal is None:
+            try:
+                self._self_test(*proof)
+            except UnsupportedModel as error:
+                self._fused.use_torch()
+                self.step_refusal = str(error)
+
+    def _change_backend(self) -> None:
+        """Take the backend that has become ready, if it passes the self-test."""
+        self._awaits_backend = False
+        proof, self._proof = self._proof, None
+        choice, former = select_backend(self._shape.attention_spec(self.spec, self.storage.device.type)), self._backend
+        self.refusals = choice.refusals
+        if proof is None or choice.backend.name == self.backend:
+            return
+        self._backend, self.backend = choice.backend, choice.backend.name
+        try:
+            self.self_test_error = self._self_test(*proof)
+            self.storage.choose_writer()
+            self._use_kernels(proof)
+        except UnsupportedModel as error:
+            self._backend, self.backend = former, former.name
+            self.refusals = {choice.backend.name: str(error)}
+        logger.info("attention from now on: %s", self.backend)
 
     def _self_test(self, prompts: list[list[int]], want: torch.Tensor) -> float:
         """Compute the prompts in a small pool of their own and compare logits with ``want``.

@@ -17,7 +17,7 @@ import torch
 from prefixkv.kernels import numba_store
 from prefixkv.kernels.numba_layout import view_layer
 rows = torch.ones(1, 1, 4, 32)
-view = view_layer((rows,), (rows.clone(),), key_turned=False, most_group=1)
+view = view_layer((rows,), (rows.clone(),), turned=(False, False), most_group=1)
 numba_store.store_rows(view, torch.tensor([0]), rows[0, :1, :1], rows[0, :1, :1])
 stats = numba_store._store_rows.stats
 print(sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))

@@ -15,21 +15,18 @@ pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 @pytest.mark.parametrize("kv_format", sorted(KV_LAYOUTS))
 @pytest.mark.parametrize(("dims", "block_size"), [((64, 64), 32), ((80, 96), 7), ((48, 40), 1), ((16, 256), 16)])
 def test_decoded_rows_equal_the_codec(kv_format: str, dims: tuple[int, int], block_size: int) -> None:
-    """In the order of the table; keys that are stored turned come turned."""
+    """In the order of the table; rows that are stored turned come turned."""
     from prefixkv.kernels.numba_gather import gather_rows
-    from prefixkv.kernels.numba_layout import view_layer
+    from prefixkv.kv.views import layer_view
 
     case = scene([(75, 1)], kv_format=kv_format, dtype="bfloat16", dims=dims, block_size=block_size)
-    turned = KV_LAYOUTS[kv_format][0].rotate
-    layer = case.storage.layers[0]
-    view = view_layer(layer.key, layer.value, key_turned=turned, most_group=1)
+    view = layer_view(case.storage, 0)
     k, v = (torch.full((2, 70, dim), torch.nan, dtype=torch.bfloat16) for dim in dims)
     gather_rows(view, case.meta.block_table[0], k, v)
     want_k, want_v = (rows[0, :, :70] for rows in case.storage.gather(0, case.meta.block_table))
-    # The codec's bfloat16 was rounded after a product of two float32 numbers; ours may fuse it with the sum.
-    torch.testing.assert_close(v.float(), want_v.float(), atol=1e-6, rtol=0.008)
-    if turned:
-        k, want_k = k.float() @ hadamard(dims[0], k.device), want_k.float()
-        torch.testing.assert_close(k, want_k, atol=0.03, rtol=0.02)
-    else:
-        torch.testing.assert_close(k.float(), want_k.float(), atol=1e-6, rtol=0.008)
+    for got, want, turned, dim in zip((k, v), (want_k, want_v), view.turned, dims, strict=True):
+        if turned:
+            torch.testing.assert_close(got.float() @ hadamard(dim, k.device), want.float(), atol=0.03, rtol=0.02)
+        else:
+            # The codec's bfloat16 was rounded after a product of two float32 numbers; ours may fuse it with the sum.
+            torch.testing.assert_close(got.float(), want.float(), atol=1e-6, rtol=0.008)

@@ -31,6 +31,14 @@ def test_it_gives_the_logits_of_the_stock_layers(arch: str, monkeypatch: Any) ->
     torch.testing.assert_close(fused, runner.execute(STEPS), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("arch", FUSED)
+def test_it_serves_bfloat16_as_well(arch: str) -> None:
+    """OLMo 2 turns its queries in float32: what comes back must be of the model's dtype."""
+    runner = make(tiny_model(arch).to(torch.bfloat16))
+    assert runner.decoder == "fused", runner.decoder_refusal
+    assert runner.execute(STEPS).isfinite().all()
+
+
 def test_every_family_it_names_is_tried() -> None:
     """SmolLM3 leaves RoPE out of some layers; it has a tiny model of its own here."""
     assert {SERVED[arch][0] for arch in FUSED} | {"smollm3"} == set(FAMILIES)

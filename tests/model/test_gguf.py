@@ -51,7 +51,7 @@ def write(
             f"blk.{i}.ffn_up": (FFN, HIDDEN),
             f"blk.{i}.ffn_down": (HIDDEN, FFN),
         }
-    kinds = {"attn_q": "Q8_0", "attn_k": "Q4_1", "ffn_up": "F16", "token_embd": "Q8_0"}
+    kinds = {"attn_q": "Q8_0", "attn_k": "Q4_1", "attn_v": "Q5_0", "ffn_up": "F16", "token_embd": "Q8_0"}
     for name, shape in shapes.items():
         if drop is not None and name.endswith(drop):
             name = name.replace(drop, "unheard_of")

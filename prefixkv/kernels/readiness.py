@@ -1,0 +1,189 @@
+"""Whether the kernels are compiled, and how they get there without anybody waiting.
+
+Compiling takes ten to thirty seconds, once per machine: numba keeps the code on disk, and when all of it is there a
+marker is written beside it. Where the marker is missing, a process of its own compiles; until it is done, whoever wants
+the kernels is told so and uses something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+__all__ = ["compile_now", "is_waiting", "prepare", "refusal"]
+
+_lock = threading.Lock()
+_background: threading.Thread | None = None
+_refusal: str | None = "its kernels were not asked for"
+
+
+def refusal() -> str | None:
+    """Return None once the kernels can be called without compiling anything, else why not; changes nothing."""
+    return _refusal
+
+
+def is_waiting() -> bool:
+    """Return whether they are being compiled in the background; changes nothing."""
+    return _background is not None and _background.is_alive()
+
+
+def prepare() -> None:
+    """Load the kernels if they are compiled, else begin to compile them in the background; returns at once then.
+
+    Where no other Python can be started, or nothing can be kept on disk, they are compiled now.
+
+    Raises:
+        ImportError: If numba cannot be imported.
+    """
+    global _background, _refusal
+    with _lock:
+        if _refusal is None or _background is not None:
+            return
+        marker = _marker()
+        if marker is None or marker.exists() or not _can_start_python():
+            try:
+                _load(marker)
+            except Exception as error:
+                _refusal = f"its kernels cannot be compiled here ({error})"
+            return
+        _refusal = "its kernels are being compiled, once on this machine"
+        _background = threading.Thread(target=_compile_elsewhere, name="prefixkv-kernels", daemon=True)
+        _background.start()
+
+
+def compile_now() -> Path | None:
+    """Compile what is not compiled yet and wait for it, in this process.
+
+    Returns:
+        The folder that keeps the code, or None if it is kept nowhere.
+
+    Raises:
+        ImportError: If numba cannot be imported.
+    """
+    marker = _marker()
+    with _lock:
+        _load(marker)
+    return None if marker is None else marker.parent
+
+
+def _load(marker: Path | None) -> None:
+    """Call every kernel once, so that all are compiled or read from disk."""
+    global _refusal
+    if marker is None or marker.exists():
+        _call_all()
+    else:
+        with _alone(marker):
+            _call_all()
+            marker.touch()
+    _refusal = None
+
+
+def _compile_elsewhere() -> None:
+    """Have the kernels compiled by another process, then load them."""
+    global _refusal
+    # At the lowest priority: a thread that is kept waiting keeps all threads of a parallel region waiting.
+    command = (
+        "import os; getattr(os, 'nice', int)(19); from prefixkv.kernels.readiness import compile_now; compile_now()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    try:
+        subprocess.run(
+            [sys.executable, "-c", command], env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=True
+        )
+        _load(_marker())
+    except Exception as error:  # whatever it is, the engine serves on without kernels
+        said = getattr(error, "stderr", None) or b""
+        last = said.decode(errors="replace").strip().rpartition("\n")[2]
+        _refusal = f"its kernels cannot be compiled here ({last or error})"
+
+
+def _marker() -> Path | None:
+    """Return the file that says: compiled, by this numba, for this processor, from these sources. None: not kept."""
+    import llvmlite.binding
+    import numba
+
+    from prefixkv.kernels import numba_store
+    from prefixkv.kernels.numba_build import sources_digest
+
+    folder = numba_store.cache_folder()
+    if folder is None:
+        return None
+    parts = (
+        sources_digest(),
+        numba.__version__,
+        platform.python_version(),
+        llvmlite.binding.get_host_cpu_name(),
+        str(numba.config.CPU_NAME),
+        str(numba.config.CPU_FEATURES),
+        str(numba.config.OPT),
+    )
+    return folder / f"ready-{blake2b('|'.join(parts).encode(), digest_size=8).hexdigest()}"
+
+
+def _can_start_python() -> bool:
+    """Return whether ``sys.executable`` is a Python; inside another program it is that program."""
+    return Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
+
+
+@contextlib.contextmanager
+def _alone(marker: Path) -> Iterator[None]:
+    """Let one process compile at a time; the others then find its work on disk."""
+    try:
+        import fcntl
+    except ImportError:  # not POSIX: they all compile
+        yield
+        return
+    with marker.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _call_all() -> None:
+    """Call each kernel on nothing much. Formats and shapes are values to them, so this compiles all there is."""
+    import numpy as np
+
+    from prefixkv.kernels.numba_amx import refuse_amx
+    from prefixkv.kernels.numba_attend import AttendPlan, attend
+    from prefixkv.kernels.numba_gather import gather_rows
+    from prefixkv.kernels.numba_layout import view_layer
+    from prefixkv.kernels.numba_step import LayerWeights, StepRoom, run_head, run_layers
+    from prefixkv.kernels.numba_store import store_rows
+
+    rows = torch.zeros(1, 1, 32, 32, dtype=torch.bfloat16)
+    view = view_layer((rows,), (rows.clone(),), turned=(False, False), most_group=1)
+    store_rows(view, torch.tensor([0]), rows[0, :, :1], rows[0, :, :1])
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    gather_rows(view, table[0], rows[0].clone(), rows[0].clone())
+    plan = AttendPlan(
+        items=np.array([[0, 0, 1, 0, 1]]),
+        queries=np.array([[0, 0, 0, 1]]),
+        tokens=np.array([[0, 0, 1]]),
+        tables=table.numpy(),
+        num_slots=1,
+    )
+    q = rows[0, :, :1].clone()
+    attend(view, plan, q, torch.empty_like(q), scaling=1.0, softcap=None, sinks=None)
+    if refuse_amx() is None:
+        width, inner = 32, 32
+        square = torch.zeros(3 * width, width, dtype=torch.bfloat16)
+        layer = LayerWeights(
+            heads=1, kv_heads=1, dim=width, turns=True, eps=(1e-5, 1e-5), head_eps=1e-5, in_norm=square[0],
+            qkv=square, qkv_bias=None, q_norm=None, k_norm=None, out=square[:width], out_bias=None,
+            mlp_norm=square[0], gate_up=square[: 2 * inner], gate_up_bias=None, down=square[:width], down_bias=None,
+        )  # fmt: skip
+        room = StepRoom(layer, 1)
+        turn = square[:1, : width // 2], square[:1, : width // 2]
+        run_layers(
+            room, layer.fields[None], view.fields[None], view, torch.tensor([0]), [plan], np.array([0]), [1.0],
+            square[:1], turn,
+        )  # fmt: skip
+        run_head(room, square[0], 1e-5, square[:width], torch.tensor([0]))

@@ -1,0 +1,163 @@
+"""Nobody waits for a compiler, and nobody is served by kernels that are not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="the extra `cpu` is not installed")
+
+from prefixkv.config import CacheConfig
+from prefixkv.kernels import readiness
+from prefixkv.kv.storage import KVStorage
+from prefixkv.kv.writer import NumbaWriter, TorchWriter
+from prefixkv.model.batch import Chunk
+from prefixkv.model.load import wrap
+from prefixkv.model.runner import ModelRunner
+from tests.support import byte_tokenizer, tiny_model
+
+
+@pytest.fixture
+def not_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A machine where nothing is compiled yet; what is loaded in this process stays."""
+    monkeypatch.setattr(readiness, "_refusal", "its kernels were not asked for")
+    monkeypatch.setattr(readiness, "_background", None)
+    monkeypatch.setattr(readiness, "_marker", lambda: tmp_path / "ready-0")
+    yield
+    if readiness._background is not None:
+        readiness._background.join()
+
+
+def _runner() -> ModelRunner:
+    return ModelRunner.build(wrap(tiny_model("llama"), byte_tokenizer()), CacheConfig(memory="1MiB", block_size=4))
+
+
+def _logits(runner: ModelRunner, start: int) -> torch.Tensor:
+    return runner.execute([Chunk([3 + start, 7, 11], start, [0, 1], True)])
+
+
+def _wait() -> None:
+    deadline = time.monotonic() + 60
+    while readiness.is_waiting():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_engine_serves_while_another_process_compiles_and_changes_over(
+    not_compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same rows in the pool, the same logits, before and after."""
+    release = []
+
+    def compile_slowly(*args: object, **options: object) -> None:
+        while not release:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(readiness.subprocess, "run", compile_slowly)
+    want = [_logits(runner := _runner(), 0), _logits(runner, 3)]
+    assert runner.backend == "torch"
+    assert "being compiled" in runner.refusals["numba"]
+    assert isinstance(runner.storage._writer, TorchWriter)
+    runner.close()
+
+    changing = _runner()
+    got = [_logits(changing, 0)]
+    release.append(True)
+    _wait()
+    got.append(_logits(changing, 3))
+    assert (changing.backend, changing.refusals) == ("numba", {})
+    assert isinstance(changing.storage._writer, NumbaWriter)
+    for have, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(have, wanted, rtol=1e-4, atol=1e-4)
+    changing.close()
+
+
+def test_kernels_that_cannot_be_compiled_are_a_reason(not_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine serves on; the reason is there to be read."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise subprocess.CalledProcessError(1, "python", stderr=b"Traceback\nLLVM ERROR: out of memory\n")
+
+    monkeypatch.setattr(readiness.subprocess, "run", fail)
+    runner = _runner()
+    _wait()
+    _logits(runner, 0)
+    assert runner.backend == "torch"
+    assert runner.refusals == {"numba": "its kernels cannot be compiled here (LLVM ERROR: out of memory)"}
+    runner.close()
+
+
+def test_kernels_that_fail_the_self_test_are_not_taken(not_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proved when they arrive, as they would be at load."""
+    from prefixkv.attention.cpu import NumbaBackend
+
+    monkeypatch.setattr(readiness.subprocess, "run", lambda *args, **options: time.sleep(0.2))
+    monkeypatch.setattr(NumbaBackend, "forward", lambda self, layer, q, *args, **options: torch.ones_like(q))
+    runner = _runner()
+    want = _logits(runner, 0)
+    _wait()
+    torch.testing.assert_close(_logits(runner, 0), want)
+    assert runner.backend == "torch"
+    assert "self-test failed" in runner.refusals["numba"]
+    runner.close()
+
+
+def test_inside_another_program_they_are_compiled_at_once(not_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There ``sys.executable`` is that program: starting it would be anything but a compiler."""
+    monkeypatch.setattr(sys, "executable", "/usr/bin/uwsgi")
+    readiness.prepare()
+    assert readiness.refusal() is None
+    assert not readiness.is_waiting()
+
+
+def test_a_disk_that_cannot_be_written_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then each process compiles for itself."""
+    from prefixkv.kernels import numba_store
+
+    monkeypatch.setattr(readiness, "_refusal", "its kernels were not asked for")
+    monkeypatch.setattr(readiness, "_background", None)
+    monkeypatch.setattr(numba_store, "cache_folder", lambda: None)
+    readiness.prepare()
+    assert readiness.refusal() is None
+
+
+_LOAD = """
+from prefixkv.kernels import readiness, numba_attend, numba_gather, numba_store
+folder = readiness.compile_now()
+made = [kernel.stats for kernel in (numba_attend._attend, numba_gather._gather, numba_store._store_rows)]
+print(sum(sum(stats.cache_misses.values()) for stats in made), len(list(folder.glob("ready-*"))))
+"""
+
+
+@pytest.mark.slow
+def test_what_one_process_compiled_the_next_one_loads(tmp_path: Path, repo_root: Path) -> None:
+    """The marker stands for all kernels, for every format and dtype."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(repo_root), "NUMBA_OPT": "1"}
+    said = [
+        subprocess.run([sys.executable, "-c", _LOAD], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    assert [done.stdout.split()[0] for done in said] == ["3", "0"]
+
+
+def test_no_kernel_is_compiled_for_a_second_signature() -> None:
+    """Formats, dtypes and shapes are values; another type of argument would compile for a minute in mid-service."""
+    from prefixkv.kernels import numba_attend, numba_gather, numba_step, numba_store
+
+    for kv_format in ("model", "int8", "k8v4", "int4"):
+        for dtype in (torch.float32, torch.bfloat16):
+            loaded = wrap(tiny_model("llama").to(dtype), byte_tokenizer())
+            runner = ModelRunner.build(loaded, CacheConfig(memory="1MiB", block_size=16, kv_format=kv_format))
+            runner.execute([Chunk(list(range(3, 63)), 0, [3, 2, 1, 0], True), Chunk([5], 0, [4], True)])
+            assert isinstance(runner.storage, KVStorage)
+            runner.close()
+    step = (numba_step._project, numba_step._finish, numba_step._run_layers, numba_step._head)
+    for kernel in (numba_attend._attend, numba_gather._gather, numba_store._store_rows, *step):
+        assert len(kernel.signatures) <= 1

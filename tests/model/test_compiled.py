@@ -1,0 +1,155 @@
+"""Small steps by compiled kernels are the fused decoder's, to the rounding of bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="the extra `cpu` is not installed")
+
+from prefixkv.config import CacheConfig
+from prefixkv.kernels.numba_amx import refuse_amx
+from prefixkv.kernels.numba_step import LayerWeights, StepRoom, run_head
+from prefixkv.model.batch import Chunk
+from prefixkv.model.compiled import FEW_TOKENS
+from prefixkv.model.load import wrap
+from prefixkv.model.runner import ModelRunner
+from tests.support import byte_tokenizer, demo_loaded, random_ids, tiny_model
+
+needs_amx = pytest.mark.skipif(refuse_amx() is not None, reason=str(refuse_amx()))
+
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+KINDS = {
+    "llama": ("llama", {}),
+    "one kv head": ("llama", {"num_key_value_heads": 1}),
+    "as many kv heads": ("llama", {"num_key_value_heads": 4}),
+    "window": ("mistral", {"sliding_window": 9}),
+    "qkv bias": ("qwen2", {}),
+    "qk norm": ("qwen3", {}),
+    "all biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "layers without RoPE": ("llama", {"kind": "smollm3", "no_rope_layers": [1, 0]}),
+}
+
+
+def runner_of(kind: str, **cache: Any) -> ModelRunner:
+    arch, changes = KINDS[kind]
+    torch.manual_seed(0)
+    model = tiny_model(arch, **{**WIDE, **changes}).to(torch.bfloat16)
+    with torch.no_grad():  # biases start as zeros and norms as ones
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return ModelRunner.build(wrap(model, byte_tokenizer()), CacheConfig(memory="4MiB", block_size=16, **cache))
+
+
+@needs_amx
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 33, FEW_TOKENS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_gives_what_the_fused_decoder_gives(kind: str, tokens: int) -> None:
+    """Chunks and decodes, over rows of an earlier step, in one group of tokens and several."""
+    runner = runner_of(kind)
+    assert runner.decoder == "compiled", runner.step_refusal
+    first = [Chunk(random_ids(20), 0, [3, 1], False), Chunk(random_ids(9, 1), 0, [5], False)]
+    lengths = [tokens - 1, 1] if tokens > 1 else [1]
+    step = [
+        Chunk(random_ids(length, 7 + i), start, table, True)
+        for i, (length, start, table) in enumerate(zip(lengths, (20, 9), ([3, 1, 2, 4, 7, 8], [5]), strict=False))
+    ]
+    runner.execute(first)
+    got = runner.execute(step)
+    rows = [[part.clone() for part in (*layer.key, *layer.value)] for layer in runner.storage.layers]
+    assert runner._fused is not None
+    runner._fused.use_torch()
+    want = runner.execute(step)
+    # A long chunk's attention rounds its weights to bfloat16 in torch, and not in the kernel.
+    assert (got - want).abs().mean() < 0.015 * want.std()
+    torch.testing.assert_close(got, want, atol=0.15, rtol=0)
+    for before, layer in zip(rows, runner.storage.layers, strict=True):
+        for had, has in zip(before, (*layer.key, *layer.value), strict=True):
+            torch.testing.assert_close(had.float(), has.float(), atol=0.06, rtol=0.06)
+
+
+@needs_amx
+@pytest.mark.parametrize("kv_format", ["int8", "k8v4", "k4v8", "int4"])
+def test_every_format_is_read_and_written(kv_format: str) -> None:
+    runner = runner_of("llama", kv_format=kv_format)
+    assert runner.decoder == "compiled"
+    ids = random_ids(40)
+    chunks = [Chunk([token], at, [0, 1, 2], True) for at, token in enumerate(ids)]
+    got = torch.cat([runner.execute([chunk]) for chunk in chunks])
+    assert runner._fused is not None
+    runner._fused.use_torch()
+    want = torch.cat([runner.execute([chunk]) for chunk in chunks])
+    assert (got - want).abs().mean() < 0.03 * want.std()
+
+
+@needs_amx
+def test_a_row_outside_the_pool_is_refused() -> None:
+    """Kernels write to addresses; what the batch says is checked before, and by the kernel again."""
+    from prefixkv.model.batch import ForwardBatch
+
+    runner = runner_of("llama")
+    chunk = Chunk([1], 0, [0], True)
+    batch = ForwardBatch.build([chunk], block_size=16, num_blocks=runner.num_blocks, device=torch.device("cpu"))
+    batch.attention.slot_mapping[0] = runner.num_blocks * 16
+    with pytest.raises(IndexError, match="outside the pool"):
+        runner._forward(batch, runner.storage)
+
+
+@needs_amx
+@pytest.mark.parametrize("rows", [[0], [3, 1, 16], list(range(40))])
+def test_the_head_takes_any_rows_of_the_step(rows: list[int]) -> None:
+    bf = torch.bfloat16
+    x, norm, weight = torch.randn(40, 64).to(bf), (1 + torch.randn(64) / 8).to(bf), torch.randn(128, 64).to(bf)
+    square = torch.zeros(192, 64, dtype=bf)
+    layer = LayerWeights(
+        heads=1, kv_heads=1, dim=64, turns=False, eps=(1e-5, 1e-5), head_eps=0.0, in_norm=norm, qkv=square,
+        qkv_bias=None, q_norm=None, k_norm=None, out=square[:64], out_bias=None, mlp_norm=norm,
+        gate_up=square[:128], gate_up_bias=None, down=square[:64], down_bias=None,
+    )  # fmt: skip
+    room = StepRoom(layer, 48)
+    room.stream[:3] = room.lanes(x)
+    got = run_head(room, norm, 1e-5, weight, torch.tensor(rows))
+    want = torch.nn.functional.linear(torch.nn.functional.rms_norm(x[rows], (64,), norm, 1e-5), weight).float()
+    torch.testing.assert_close(got, want, atol=0.01, rtol=0.01)
+
+
+@needs_amx
+def test_a_number_that_is_none_stays_none() -> None:
+    """A broken row must not come out as a plausible one: sampling refuses logits that are not finite."""
+    runner = runner_of("llama")
+    with torch.no_grad():
+        runner._model.get_input_embeddings().weight[5, 3] = torch.nan
+    logits = runner.execute([Chunk([5], 0, [0], True), Chunk([6], 0, [1], True)])
+    assert logits[0].isnan().all()
+    assert logits[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "reason"),
+    [
+        ("llama", {}, "multiples of 32"),
+        ("olmo2", WIDE, "norms what a layer adds"),
+        ("llama", {**WIDE, "hidden_act": "gelu"}, "activation"),
+    ],
+)
+def test_other_shapes_stay_with_torch_and_it_says_why(arch: str, changes: dict[str, Any], reason: str) -> None:
+    model = tiny_model(arch, **changes).to(torch.bfloat16)
+    runner = ModelRunner.build(wrap(model, byte_tokenizer()), CacheConfig(memory="1MiB", block_size=16))
+    assert runner.decoder == "fused"
+    assert reason in str(runner.step_refusal)
+
+
+def test_other_dtypes_stay_with_torch() -> None:
+    runner = ModelRunner.build(wrap(tiny_model("llama", **WIDE), byte_tokenizer()), CacheConfig(memory="1MiB"))
+    assert "bfloat16" in str(runner.step_refusal)
+
+
+@needs_amx
+def test_the_demo_models_steps_are_compiled() -> None:
+    loaded = demo_loaded()
+    runner = ModelRunner.build(loaded, CacheConfig(memory="16MiB"))
+    assert runner.decoder == "compiled"
+    runner.close()
