@@ -140,3 +140,21 @@ def test_all_who_read_one_stream_come_to_its_end(engine: Engine) -> None:
     for thread in threads:
         thread.join(5)
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_the_model_is_proved_on_a_thread_that_is_gone_when_the_engine_serves(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenMP's helpers of the thread that built it would halve the speed of the one that serves."""
+    from prefixkv.model.runner import ModelRunner
+
+    builders = []
+    build = ModelRunner.build.__func__  # type: ignore[attr-defined]
+
+    def watched(cls: Any, *args: Any) -> Any:
+        builders.append(threading.current_thread())
+        return build(cls, *args)
+
+    monkeypatch.setattr(ModelRunner, "build", classmethod(watched))
+    make_engine()
+    assert [thread.is_alive() for thread in builders] == [False]
