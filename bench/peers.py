@@ -3,7 +3,8 @@
 Claim: on a CPU, chat traffic that shares its prompts is answered sooner and faster than by the engines people use now.
 
 Every engine runs in a process of its own, under a Python of its own if it needs one, and they take turns: a few
-requests each, so that what slows the machine slows all. Each turn begins with a request that does not count. An engine that is not installed is left out, with a line.
+requests each, so that what slows the machine slows all. Each turn begins with a request that does not count. An engine
+that is not installed is left out, with a line.
 
 Measured, always from outside the engine, tokenising included, greedy:
 
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +286,73 @@ def measure(peers: list[Peer], rounds: int, note: Callable[[str], None]) -> dict
     return found
 
 
+FIGURES = {
+    "first_token_static": ("time to first token, prompts that share a system prompt", "ms"),
+    "first_token_dynamic": ("the same, a clock on the first line; ours late-bound", "ms"),
+    "first_token_dynamic_late": ("the same, the clock late-bound for all", "ms"),
+    "prefill": ("1,000 new tokens", "ms"),
+    "decode_1": ("decode step, 1 sequence of about 1,000 tokens", "ms"),
+    "decode_8": ("decode step, 8 sequences", "ms"),
+    "decode_16": ("decode step, 16 sequences", "ms"),
+    "batch": ("96 requests at once, 32 tokens each", "s"),
+    "start": ("process start to first token", "s"),
+}
+
+
+def write_readme(record: dict[str, Any]) -> None:
+    """Put the table between the marks in the README, and the plot beside this file."""
+    medians = record["median"]
+    names = sorted({name for values in medians.values() for name in values}, key=list(ENGINES).index)
+    machine = record["machine"]
+    lines = [
+        f"Written by `{record['command']}` on {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
+        f"{record['date']}: medians, SmolLM2-135M-Instruct in bfloat16, our pool `{record['format']}`. Engines took "
+        "turns on the same requests, each in a process of its own. The last column is ours over the best other.",
+        "",
+        f"| | {' | '.join(names)} | ratio |",
+        f"| --- |{' ---: |' * (len(names) + 1)}",
+    ]
+    for figure, (label, unit) in FIGURES.items():
+        values = medians.get(figure, {})
+        scale = 1000 if unit == "ms" else 1
+        cells = [f"{values[name] * scale:.1f} {unit}" if name in values else "" for name in names]
+        others = [value for name, value in values.items() if name != "prefixkv"]
+        ratio = f"{values['prefixkv'] / min(others):.2f}" if others else ""
+        lines.append(f"| {label} | {' | '.join(cells)} | {ratio} |")
+    lines += ["", "![The same figures as bars](bench/peers.svg)"]
+    readme = HERE.parent.parent / "README.md"
+    head, rest = readme.read_text(encoding="utf-8").split(MARK, 1)
+    tail = rest.split(END_MARK, 1)[1]
+    readme.write_text(f"{head}{MARK}\n" + "\n".join(lines) + f"\n{END_MARK}{tail}", encoding="utf-8")
+    plot(medians, names, HERE.parent / "peers.svg")
+
+
+MARK, END_MARK = "<!-- peers: written by bench/peers.py -->", "<!-- /peers -->"
+
+
+def plot(medians: dict[str, dict[str, float]], names: list[str], path: Path) -> None:
+    """Draw each figure as bars, relative to ours."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figures = [figure for figure in FIGURES if len(medians.get(figure, {})) > 1]
+    chart, axes = pyplot.subplots(figsize=(8, 0.9 * len(figures) + 1))
+    height = 0.8 / len(names)
+    for i, name in enumerate(names):
+        shown = [(y, medians[f][name] / medians[f]["prefixkv"]) for y, f in enumerate(figures) if name in medians[f]]
+        axes.barh([y + i * height for y, _ in shown], [x for _, x in shown], height, label=name)
+    axes.set_yticks([y + 0.4 - height / 2 for y in range(len(figures))], [FIGURES[f][0] for f in figures], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.set_xlabel("time, as a multiple of prefixkv's (less is better)")
+    axes.legend(fontsize=8)
+    chart.tight_layout()
+    chart.savefig(path, metadata={"Date": None})
+
+
 def start_seconds(name: str, python: str, model: str, options: dict[str, Any]) -> float | None:
     """Start an engine, wait for its first token, end it."""
     peer = Peer(name, python, model, options)
@@ -313,6 +382,7 @@ def main() -> None:
     parser.add_argument("--openvino", nargs=2, metavar=("PYTHON", "FOLDER"), help="its Python and the exported model")
     parser.add_argument("--vllm", metavar="PYTHON", help="its Python")
     parser.add_argument("--format", default="int8", help="our pool's format (int8)")
+    parser.add_argument("--readme", action="store_true", help="put the table in the README and draw the plot")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each figure that is repeated (5)")
     parser.add_argument("--starts", type=int, default=3, help="process starts of each engine (3)")
     options = parser.parse_args()
@@ -350,6 +420,7 @@ def main() -> None:
     record = {
         "command": " ".join(["python", "bench/peers.py", *sys.argv[1:]]),
         "machine": describe_machine(),
+        "date": datetime.now(UTC).date().isoformat(),
         "format": options.format,
         "seconds": found,
         "median": {figure: {k: statistics.median(v) for k, v in values.items()} for figure, values in found.items()},
@@ -357,6 +428,8 @@ def main() -> None:
     path = RESULTS / "peers.json"
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(f"written to {path}")
+    if options.readme:
+        write_readme(record)
 
 
 if __name__ == "__main__":

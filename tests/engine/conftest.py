@@ -15,7 +15,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
-    """Make engines that are checked and closed when the test ends."""
+    """Make engines that are checked and closed when the test ends; by default what they store is exact."""
     engines: list[Engine] = []
 
     def make(
@@ -25,6 +25,7 @@ def make_engine() -> Iterator[MakeEngine]:
         blocks: int | None = None,
         block_size: int = 16,
         memory: int | str = "32MiB",
+        kv_format: str = "model",
         policies: Any = None,
         **config: Any,
     ) -> Engine:
@@ -33,11 +34,13 @@ def make_engine() -> Iterator[MakeEngine]:
         tokenizer = byte_tokenizer()
         if blocks is not None:
             probe = Engine(
-                model, tokenizer, config=EngineConfig(cache=CacheConfig(block_size=block_size, memory="1MiB"))
+                model,
+                tokenizer,
+                config=EngineConfig(cache=CacheConfig(kv_format=kv_format, block_size=block_size, memory="1MiB")),
             )
             memory = blocks * int(probe.stats().block_bytes)
             probe.close()
-        cache = CacheConfig(block_size=block_size, memory=memory)
+        cache = CacheConfig(kv_format=kv_format, block_size=block_size, memory=memory)
         engine = Engine(
             model,
             tokenizer,

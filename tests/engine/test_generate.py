@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefixkv import Engine, Principal, SamplingParams
+from prefixkv import CacheConfig, Engine, EngineConfig, Principal, SamplingParams
 from tests.support import SERVED, byte_tokenizer, demo_loaded, tiny_model
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -76,7 +76,8 @@ def demo_engine_and_prompts(lengths: list[int]) -> tuple[Engine, Any, list[list[
         f"The {i}th of many things that a visitor asks about is number {i * 7919 % 1000}." for i in range(300)
     )
     ids = loaded.tokenizer(text)["input_ids"]
-    engine = Engine(loaded.model, loaded.tokenizer)
+    config = EngineConfig(cache=CacheConfig(kv_format="model"))
+    engine = Engine(loaded.model, loaded.tokenizer, config=config)
     return engine, loaded, [ids[i : i + n] for i, n in enumerate(lengths)]
 
 
