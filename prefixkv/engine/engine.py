@@ -10,7 +10,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -27,7 +26,7 @@ from prefixkv.engine.live import Event, LiveRequest
 from prefixkv.engine.request import ChatRequest
 from prefixkv.engine.result import ChatResult, Publication, PurgeReceipt
 from prefixkv.engine.stream import TokenStream
-from prefixkv.engine.thread import EngineThread
+from prefixkv.engine.thread import EngineThread, run_apart
 from prefixkv.errors import ConfigError, EngineClosed, ExecutionError, InvalidRequest
 from prefixkv.measure.metrics import EngineStats, TenantStats
 from prefixkv.model.load import LoadedModel, load, wrap
@@ -98,7 +97,7 @@ class Engine:
         say = progress or _say
         started = time.monotonic()
         name = str(model) if isinstance(model, PathLike) else model
-        loaded = _apart(lambda: load(name, dtype=config.dtype, device=config.device, progress=say))
+        loaded = run_apart(lambda: load(name, dtype=config.dtype, device=config.device, progress=say))
         engine = cls.__new__(cls)
         say("proving that the pool changes nothing")
         engine._start(name, loaded, config, policy_set)
@@ -112,7 +111,7 @@ class Engine:
         self._policies = policies_in_force = PoliciesInForce(policies)
         # Before the model is touched: a tokenizer that will not do leaves it as it was.
         self._segmenter = Segmenter(loaded.tokenizer, vocab_tokens=loaded.vocab_size)
-        runner = _apart(lambda: ModelRunner.build(loaded, config.cache))
+        runner = run_apart(lambda: ModelRunner.build(loaded, config.cache))
         self._runner = runner
         tenants = TenantLimits(policies_in_force.get, runner.num_blocks, runner.spec.bytes_per_block)
         fingerprint = b"|".join(
@@ -383,16 +382,6 @@ def _checked(config: EngineConfig | None) -> EngineConfig:
     if config is not None and not isinstance(config, EngineConfig):
         raise ConfigError(f"config: expected an EngineConfig, got {type(config).__name__}")
     return config or EngineConfig()
-
-
-def _apart(work: Callable[[], T]) -> T:
-    """Run ``work`` on a thread that ends with it, and return what it returns.
-
-    OpenMP keeps helpers for every live thread that ever ran a parallel region. Once there are more of them than cores
-    they all sleep between two regions instead of spinning, and a decode step takes twice as long.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="prefixkv-load") as pool:
-        return pool.submit(work).result()
 
 
 def _shut(thread: EngineThread, runner: ModelRunner) -> None:

@@ -7,13 +7,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from prefixkv.engine.core import EngineCore
 from prefixkv.errors import EngineClosed
 
-__all__ = ["EngineThread"]
+__all__ = ["EngineThread", "run_apart"]
 
 logger = logging.getLogger("prefixkv.engine")
 T = TypeVar("T")
@@ -122,3 +122,13 @@ class EngineThread:
         error = EngineClosed(f"the engine died of {type(self._cause).__name__}; see __cause__")
         error.__cause__ = self._cause
         return error
+
+
+def run_apart(work: Callable[[], T]) -> T:
+    """Run ``work`` on a thread that ends with it, and return what it returns.
+
+    OpenMP keeps helpers for every live thread that ever ran a parallel region. Once there are more of them than cores
+    they all sleep between two regions instead of spinning, and a decode step takes twice as long.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="prefixkv-load") as pool:
+        return pool.submit(work).result()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -125,33 +126,61 @@ def _emit_product(
         tiles: Rows / 16.
         groups: Groups.
     """
-    done = variable(b, tiles.type(0))
-    for together in (2, 1):
-        count = b.udiv(b.sub(tiles, b.load(done)), tiles.type(together))
-        with repeat(b, count):
-            first = b.load(done)
-            rows = offset(b, w, (b.mul(first, first.type(16)), row_bytes))
-            with repeat(b, groups) as group:
-                _emit_tiles(
-                    b, rows, row_bytes, steps, offset(b, x, (group, x_bytes)),
-                    offset(b, out, (group, out_bytes), (first, 16 * _ROW)), together,
-                )  # fmt: skip
-            b.store(b.add(first, first.type(together)), done)
+
+    def columns(first: Any, height: int) -> Callable[[Any, int], None]:
+        rows = offset(b, w, (b.mul(first, first.type(16)), row_bytes))
+        place = offset(b, out, (first, 16 * _ROW))
+
+        def emit(group: Any, width: int) -> None:
+            _emit_tiles(
+                b, (rows, row_bytes), (offset(b, x, (group, x_bytes)), x_bytes), steps,
+                (offset(b, place, (group, out_bytes)), out_bytes), height, width,
+            )  # fmt: skip
+
+        return emit
+
+    _in_twos(b, tiles, lambda first, height: _in_twos(b, groups, columns(first, height)))
 
 
-def _emit_tiles(b: ir.IRBuilder, w: Any, row_bytes: Any, steps: Any, x: Any, out: Any, tiles: int) -> None:
-    """Write lanes of ``16 * tiles`` rows for one group."""
-    for i in range(tiles):
+def _in_twos(b: ir.IRBuilder, count: Any, emit: Callable[[Any, int], None]) -> None:
+    """Emit ``emit(first, 2)`` for every two of ``count``, then ``emit(last, 1)`` if one is left."""
+    twos = b.udiv(count, count.type(2))
+    with repeat(b, twos) as two:
+        emit(b.mul(two, two.type(2)), 2)
+    last = b.mul(twos, twos.type(2))
+    with b.if_then(b.icmp_unsigned("<", last, count)):
+        emit(last, 1)
+
+
+def _emit_tiles(
+    b: ir.IRBuilder, w: tuple[Any, Any], x: tuple[Any, Any], steps: Any, out: tuple[Any, Any], height: int, width: int
+) -> None:
+    """Write lanes of ``16 * height`` rows for ``width`` groups: as many tiles of sums as keep the unit busy.
+
+    Args:
+        b: Builder.
+        w: First row, and bytes from row to row.
+        x: Pairs of the first group, and bytes from group to group.
+        steps: Columns / 32.
+        out: Lanes of the first group, and bytes from group to group.
+        height: 1 or 2.
+        width: 1 or 2.
+    """
+    for i in range(height * width):
         _call(b, "tilezero", I8(i))
     with repeat(b, steps) as step:
-        _call(b, "tileloadd64", I8(7), _pointer(b, offset(b, x, (step, _TILE_BYTES))), _I64(64))
-        for i in range(tiles):
-            room = 4 + i
-            rows = offset(b, w, (step, 64), (row_bytes, 16 * i))
-            _call(b, "tileloadd64", I8(room), _pointer(b, rows), row_bytes)
-            _call(b, "tdpbf16ps", I8(i), I8(room), I8(7))
-    for i in range(tiles):
-        _call(b, "tilestored64", I8(i), _pointer(b, offset(b, out, (i, _TILE_BYTES))), _I64(64))
+        for group in range(width):
+            pairs = offset(b, x[0], (step, _TILE_BYTES), (group, x[1]))
+            _call(b, "tileloadd64", I8(6 + group), _pointer(b, pairs), _I64(64))
+        for i in range(height):
+            rows = offset(b, w[0], (step, 64), (w[1], 16 * i))
+            _call(b, "tileloadd64", I8(4 + i), _pointer(b, rows), w[1])
+            for group in range(width):
+                _call(b, "tdpbf16ps", I8(group * height + i), I8(4 + i), I8(6 + group))
+    for group in range(width):
+        for i in range(height):
+            place = offset(b, out[0], (group, out[1]), (i, _TILE_BYTES))
+            _call(b, "tilestored64", I8(group * height + i), _pointer(b, place), _I64(64))
 
 
 def _const(b: ir.IRBuilder, value: float | int) -> Any:

@@ -154,8 +154,9 @@ def _call_all() -> None:
     from prefixkv.kernels.numba_amx import refuse_amx
     from prefixkv.kernels.numba_attend import AttendPlan, attend
     from prefixkv.kernels.numba_gather import gather_rows
+    from prefixkv.kernels.numba_layer import LayerWeights, StepRoom
     from prefixkv.kernels.numba_layout import view_layer
-    from prefixkv.kernels.numba_step import LayerWeights, StepRoom, run_head, run_layers
+    from prefixkv.kernels.numba_step import run_head, run_layers
     from prefixkv.kernels.numba_store import store_rows
 
     rows = torch.zeros(1, 1, 32, 32, dtype=torch.bfloat16)

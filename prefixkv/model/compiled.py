@@ -1,8 +1,8 @@
-"""Steps of few tokens by compiled kernels, on a CPU with a matrix unit.
+"""Steps by compiled kernels, on a CPU with a matrix unit.
 
 A decode step is bound by the bytes it reads: the weights once, and the rows of K and V. Between two layers Python alone
 would cost as much as a layer, not for what it does but because weights streaming by have pushed its memory out of the
-caches. So one call runs all layers.
+caches. So one call runs all layers. Only where a long chunk's attention is left to torch, layers are called one by one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from prefixkv.attention.base import AttentionBackend, AttentionMetadata
 from prefixkv.kv.storage import KVStorage
 from prefixkv.kv.views import layer_view
 from prefixkv.model.batch import ForwardBatch
@@ -21,13 +22,13 @@ from prefixkv.model.layers import DecoderLayer, Norm, same
 if TYPE_CHECKING:
     import numpy as np
 
+    from prefixkv.kernels.numba_layer import LayerWeights, StepRoom
     from prefixkv.kernels.numba_layout import LayerView
-    from prefixkv.kernels.numba_step import LayerWeights
 
-__all__ = ["FEW_TOKENS", "CompiledLayers", "refuse_layers"]
+__all__ = ["MOST_TOKENS", "CompiledLayers", "refuse_layers"]
 
-FEW_TOKENS = 64
-"""Tokens from which on a large product is bound by arithmetic, and torch's is as fast."""
+MOST_TOKENS = 1024
+"""Tokens of a step beyond which what the tokens need leaves the caches, and torch's products are faster."""
 
 _TILE_ROWS, _TILE_COLUMNS = 16, 32
 
@@ -62,35 +63,85 @@ class CompiledLayers:
         """Read where the weights lie; :func:`refuse_layers` has to be None."""
         import numpy as np
 
-        from prefixkv.kernels.numba_step import StepRoom
-
         self._weights = [_weights(layer, shape, index) for index, layer in enumerate(layers)]
         self._fields = np.stack([weights.fields for weights in self._weights])
         self._norm, self._head = norm, head
         self._group = shape.num_heads[0] // shape.layers[0].num_kv_heads
+        self._all_windows = shape.windows
         self._windows = list(dict.fromkeys(shape.windows))
         self._plan_of = np.array([self._windows.index(window) for window in shape.windows])
         self._scaling = [layer.scaling for layer in layers]
-        self._room = StepRoom(self._weights[0], FEW_TOKENS)
+        self._room = self._new_room(64)
 
     def forward(
-        self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], batch: ForwardBatch, storage: KVStorage
+        self,
+        x: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        storage: KVStorage,
+        backend: AttentionBackend,
     ) -> torch.Tensor:
         """Compute one step; writes its rows to the pool.
 
         Args:
-            x: [T, hidden] embeddings, at most :data:`FEW_TOKENS`.
+            x: [T, hidden] embeddings, at most :data:`MOST_TOKENS`.
             turn: cos and sin, [T, half of the numbers that RoPE turns] each.
             batch: The step.
             storage: The pool.
+            backend: Attends where a chunk is long.
 
         Returns:
             [R, V] float32 logits of the rows the batch asks for.
         """
-        from prefixkv.attention.cpu_plan import plan_step
-        from prefixkv.kernels.numba_step import run_head, run_layers
+        from prefixkv.attention.cpu_chunk import MIN_QUERIES
+        from prefixkv.kernels.numba_step import run_head
 
-        meta, block_size = batch.attention, storage.spec.block_size
+        if len(x) > len(self._room.q):
+            self._room = self._new_room(len(x))
+        if max(batch.attention.query_lens) < MIN_QUERIES:
+            self._run_at_once(x, turn, batch.attention, storage)
+        else:
+            self._run_by_layer(x, turn, batch.attention, storage, backend)
+        return run_head(self._room, self._norm.weight, self._norm.eps, self._head.weight, batch.logits_rows)
+
+    def _new_room(self, tokens: int) -> StepRoom:
+        from prefixkv.kernels.numba_layer import StepRoom
+
+        return StepRoom(self._weights[0], tokens)
+
+    def _run_by_layer(
+        self,
+        x: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        meta: AttentionMetadata,
+        storage: KVStorage,
+        backend: AttentionBackend,
+    ) -> None:
+        from prefixkv.kernels.numba_layer import finish_layer, project
+
+        room = self._room
+        room.begin(x)
+        lanes = room.lanes(turn[0]), room.lanes(turn[1])
+        for index, weights in enumerate(self._weights):
+            q, k, v = project(room, weights.fields, len(x), lanes)
+            storage.write(index, meta.slot_mapping, k, v)
+            window = self._all_windows[index]
+            attended = backend.forward(
+                index, q, storage, meta, scaling=self._scaling[index], window=window, softcap=None, sinks=None
+            )
+            finish_layer(room, weights.fields, attended)
+
+    def _run_at_once(
+        self,
+        x: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+        meta: AttentionMetadata,
+        storage: KVStorage,
+    ) -> None:
+        from prefixkv.attention.cpu_plan import plan_step
+        from prefixkv.kernels.numba_step import run_layers
+
+        block_size = storage.spec.block_size
         seqs = range(len(meta.query_lens))
         plans = [
             plan_step(meta, seqs, window=window, group=self._group, block_size=block_size) for window in self._windows
@@ -99,7 +150,6 @@ class CompiledLayers:
         run_layers(
             self._room, self._fields, fields, views[0], meta.slot_mapping, plans, self._plan_of, self._scaling, x, turn
         )
-        return run_head(self._room, self._norm.weight, self._norm.eps, self._head.weight, batch.logits_rows)
 
     def _views(self, storage: KVStorage) -> tuple[list[LayerView], np.ndarray]:
         """Return how the kernels see the layers of a pool, and all their fields; made once per pool."""
@@ -113,7 +163,7 @@ class CompiledLayers:
 
 
 def _weights(layer: DecoderLayer, shape: ModelShape, index: int) -> LayerWeights:
-    from prefixkv.kernels.numba_step import LayerWeights
+    from prefixkv.kernels.numba_layer import LayerWeights
 
     norms = [norm for norm in layer.norms if isinstance(norm, Norm)]
     q_norm, k_norm = layer.qk_norm or (None, None)

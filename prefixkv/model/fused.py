@@ -23,7 +23,7 @@ from prefixkv.attention.base import AttentionBackend
 from prefixkv.kv.pages import Arena
 from prefixkv.kv.storage import KVStorage
 from prefixkv.model.batch import ForwardBatch
-from prefixkv.model.compiled import FEW_TOKENS, CompiledLayers, refuse_layers
+from prefixkv.model.compiled import MOST_TOKENS, CompiledLayers, refuse_layers
 from prefixkv.model.inspect import ModelShape
 from prefixkv.model.layers import DecoderLayer, Linear, Norm, same
 
@@ -96,8 +96,8 @@ class FusedDecoder:
         x = functional.embedding(batch.input_ids[0], self._embedding.weight)  # [T, hidden]
         cos, sin = self._rope(x[None], batch.position_ids)  # [1, T, rotated]
         half = cos.shape[-1] // 2
-        if self._few is not None and len(x) <= FEW_TOKENS:
-            return self._few.forward(x, (cos[0, :, :half], sin[0, :, :half]), batch, storage)
+        if self._few is not None and len(x) <= MOST_TOKENS:
+            return self._few.forward(x, (cos[0, :, :half], sin[0, :, :half]), batch, storage, backend)
         turn = cos[0, :, None, :half], sin[0, :, None, :half]
         meta = batch.attention
         for index, layer in enumerate(self._layers):

@@ -149,7 +149,7 @@ def test_what_one_process_compiled_the_next_one_loads(tmp_path: Path, repo_root:
 
 def test_no_kernel_is_compiled_for_a_second_signature() -> None:
     """Formats, dtypes and shapes are values; another type of argument would compile for a minute in mid-service."""
-    from prefixkv.kernels import numba_attend, numba_gather, numba_step, numba_store
+    from prefixkv.kernels import numba_attend, numba_gather, numba_layer, numba_step, numba_store
 
     for kv_format in ("model", "int8", "k8v4", "int4"):
         for dtype in (torch.float32, torch.bfloat16):
@@ -158,6 +158,7 @@ def test_no_kernel_is_compiled_for_a_second_signature() -> None:
             runner.execute([Chunk(list(range(3, 63)), 0, [3, 2, 1, 0], True), Chunk([5], 0, [4], True)])
             assert isinstance(runner.storage, KVStorage)
             runner.close()
-    step = (numba_step._project, numba_step._finish, numba_step._run_layers, numba_step._head)
-    for kernel in (numba_attend._attend, numba_gather._gather, numba_store._store_rows, *step):
+    layer = (numba_layer._project, numba_layer._add_attention, numba_layer._widen, numba_layer._add_mlp)
+    step = (numba_step._run_layers, numba_step._head)
+    for kernel in (numba_attend._attend, numba_gather._gather, numba_store._store_rows, *layer, *step):
         assert len(kernel.signatures) <= 1

@@ -11,9 +11,9 @@ pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
 from prefixkv.config import CacheConfig
 from prefixkv.kernels.numba_amx import refuse_amx
-from prefixkv.kernels.numba_step import LayerWeights, StepRoom, run_head
+from prefixkv.kernels.numba_layer import LayerWeights, StepRoom
+from prefixkv.kernels.numba_step import run_head
 from prefixkv.model.batch import Chunk
-from prefixkv.model.compiled import FEW_TOKENS
 from prefixkv.model.load import wrap
 from prefixkv.model.runner import ModelRunner
 from tests.support import byte_tokenizer, demo_loaded, random_ids, tiny_model
@@ -33,7 +33,7 @@ KINDS = {
 }
 
 
-def runner_of(kind: str, **cache: Any) -> ModelRunner:
+def runner_of(kind: str, kv_format: str = "model") -> ModelRunner:
     arch, changes = KINDS[kind]
     torch.manual_seed(0)
     model = tiny_model(arch, **{**WIDE, **changes}).to(torch.bfloat16)
@@ -41,22 +41,22 @@ def runner_of(kind: str, **cache: Any) -> ModelRunner:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    return ModelRunner.build(wrap(model, byte_tokenizer()), CacheConfig(memory="4MiB", block_size=16, **cache))
+    return ModelRunner.build(
+        wrap(model, byte_tokenizer()), CacheConfig(memory="4MiB", block_size=16, kv_format=kv_format)
+    )
 
 
 @needs_amx
-@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 33, FEW_TOKENS])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 33, 64, 130])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_gives_what_the_fused_decoder_gives(kind: str, tokens: int) -> None:
     """Chunks and decodes, over rows of an earlier step, in one group of tokens and several."""
     runner = runner_of(kind)
     assert runner.decoder == "compiled", runner.step_refusal
     first = [Chunk(random_ids(20), 0, [3, 1], False), Chunk(random_ids(9, 1), 0, [5], False)]
-    lengths = [tokens - 1, 1] if tokens > 1 else [1]
-    step = [
-        Chunk(random_ids(length, 7 + i), start, table, True)
-        for i, (length, start, table) in enumerate(zip(lengths, (20, 9), ([3, 1, 2, 4, 7, 8], [5]), strict=False))
-    ]
+    step = [Chunk(random_ids(1, 8), 9, [5], True)]
+    if tokens > 1:
+        step.insert(0, Chunk(random_ids(tokens - 1, 7), 20, [3, 1, 2, 4, *range(7, 13)], True))
     runner.execute(first)
     got = runner.execute(step)
     rows = [[part.clone() for part in (*layer.key, *layer.value)] for layer in runner.storage.layers]
@@ -110,7 +110,7 @@ def test_the_head_takes_any_rows_of_the_step(rows: list[int]) -> None:
         gate_up=square[:128], gate_up_bias=None, down=square[:64], down_bias=None,
     )  # fmt: skip
     room = StepRoom(layer, 48)
-    room.stream[:3] = room.lanes(x)
+    room.begin(x)
     got = run_head(room, norm, 1e-5, weight, torch.tensor(rows))
     want = torch.nn.functional.linear(torch.nn.functional.rms_norm(x[rows], (64,), norm, 1e-5), weight).float()
     torch.testing.assert_close(got, want, atol=0.01, rtol=0.01)

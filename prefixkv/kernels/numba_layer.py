@@ -1,0 +1,339 @@
+"""One layer of a step on the matrix unit: everything between one attention and the next in four parallel regions.
+
+At the end of each all threads meet. Within one, each norms what it needs for itself (a thousand numbers, less work than
+meeting once more) and takes its share of the rows of the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from prefixkv.kernels.numba_amx import (
+    TILE_CONFIG,
+    TOKENS,
+    add_residual,
+    norm_pairs,
+    pack_silu,
+    round_head,
+    tile_begin,
+    tile_end,
+    tile_product,
+    turn_head,
+)
+from prefixkv.kernels.numba_build import compiled, sources_digest, use_threads
+from prefixkv.kernels.numba_ir import load_i32, store_i16, store_i32
+
+__all__ = ["LayerWeights", "StepRoom", "finish_layer", "float_bits_of", "project"]
+
+(
+    HIDDEN, HEADS, KV_HEADS, DIM, TURNS, INNER, IN_EPS, MLP_EPS, HEAD_EPS,
+    IN_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT, OUT_BIAS, MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS,
+    CONFIG, NUM_FIELDS,
+) = range(23)  # fmt: skip
+
+_ROW = TOKENS * 4
+_TILE_ROWS = 16
+_FORMER = 64
+"""Bytes at the start of a thread's scratch that keep the tiles' former shapes."""
+
+
+def float_bits_of(x: float) -> int:
+    """Return the bits of a float32, as kernels take them among integers."""
+    return int(np.float32(x).view(np.int32))
+
+
+class LayerWeights:
+    """Where one layer's weights lie. Keeps the tensors alive."""
+
+    def __init__(
+        self, *, heads: int, kv_heads: int, dim: int, turns: bool, eps: tuple[float, float],
+        head_eps: float,
+        in_norm: torch.Tensor, qkv: torch.Tensor, qkv_bias: torch.Tensor | None, q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None, out: torch.Tensor, out_bias: torch.Tensor | None, mlp_norm: torch.Tensor,
+        gate_up: torch.Tensor, gate_up_bias: torch.Tensor | None, down: torch.Tensor, down_bias: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Read the addresses.
+
+        Args:
+            heads: H.
+            kv_heads: K.
+            dim: D.
+            turns: Whether the layer has RoPE.
+            eps: Of the norms before attention and before the MLP.
+            head_eps: Of the norms of heads.
+            in_norm: [hidden] weight of the norm before attention; this and all others bfloat16 and contiguous.
+            qkv: [(H + 2K) * D, hidden].
+            qkv_bias: [(H + 2K) * D] or None.
+            q_norm: [D] or None.
+            k_norm: [D] or None.
+            out: [hidden, H * D].
+            out_bias: [hidden] or None.
+            mlp_norm: [hidden].
+            gate_up: [2I, hidden], the gate's rows first.
+            gate_up_bias: [2I] or None.
+            down: [hidden, I].
+            down_bias: [hidden] or None.
+        """
+        tensors = {
+            IN_NORM: in_norm, QKV: qkv, QKV_BIAS: qkv_bias, Q_NORM: q_norm, K_NORM: k_norm, OUT: out,
+            OUT_BIAS: out_bias, MLP_NORM: mlp_norm, GATE_UP: gate_up, GATE_UP_BIAS: gate_up_bias, DOWN: down,
+            DOWN_BIAS: down_bias,
+        }  # fmt: skip
+        self._tensors = tensors
+        fields = self.fields = np.zeros(NUM_FIELDS, np.int64)
+        for name, tensor in tensors.items():
+            fields[name] = 0 if tensor is None else tensor.data_ptr()
+        fields[HIDDEN], fields[INNER] = down.shape
+        fields[HEADS], fields[KV_HEADS], fields[DIM], fields[TURNS] = heads, kv_heads, dim, turns
+        fields[IN_EPS], fields[MLP_EPS], fields[HEAD_EPS] = (float_bits_of(x) for x in (*eps, head_eps))
+        fields[CONFIG] = TILE_CONFIG
+
+
+class StepRoom:
+    """What a step is computed in: the residual stream, rows on their way, scratch. One thread uses it."""
+
+    def __init__(self, layer: LayerWeights, tokens: int) -> None:
+        """Allocate for layers of one size.
+
+        Args:
+            layer: Any of them.
+            tokens: Most tokens of a step.
+        """
+        f = layer.fields
+        hidden, inner, heads, kv_heads, dim = (int(f[i]) for i in (HIDDEN, INNER, HEADS, KV_HEADS, DIM))
+        groups = -(-tokens // TOKENS)
+        self.threads = use_threads()
+        widest = max(hidden, heads * dim)
+        self.scratch_bytes = _FORMER + groups * (widest * _ROW // 2 + max(dim, 2 * _BLOCK) * _ROW)
+        self._scratch = torch.zeros(self.threads * self.scratch_bytes + 64, dtype=torch.uint8)
+        self.scratch = -(-self._scratch.data_ptr() // 64) * 64
+        self.hidden, self.groups = hidden, groups
+        self.stream = torch.zeros(groups, hidden, TOKENS)
+        self.inner = torch.zeros(groups * inner // 2 * TOKENS, dtype=torch.int32)
+        self.q = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16)
+        self.k, self.v = torch.zeros(2, tokens, kv_heads, dim, dtype=torch.bfloat16)
+        self.attended = torch.zeros_like(self.q)
+
+    def begin(self, x: torch.Tensor) -> None:
+        """Take embeddings [T, hidden] as the residual stream."""
+        lanes = self.lanes(x)
+        self.stream[: len(lanes)] = lanes
+
+    @staticmethod
+    def lanes(x: torch.Tensor) -> torch.Tensor:
+        """Return [T, n] as float32 lanes [groups, n, 16]; changes nothing."""
+        tokens, width = x.shape
+        groups = -(-tokens // TOKENS)
+        lanes = torch.zeros(groups * TOKENS, width)
+        lanes[:tokens] = x
+        return lanes.view(groups, TOKENS, width).transpose(1, 2).contiguous()
+
+
+def project(
+    room: StepRoom, fields: np.ndarray, tokens: int, turn: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q [T, H, D], k and v [T, K, D] of a layer, in the room's memory.
+
+    Args:
+        room: With the residual stream before the layer.
+        fields: Of the layer's :class:`LayerWeights`.
+        tokens: T.
+        turn: :meth:`StepRoom.lanes` of cos and sin.
+    """
+    _project(
+        fields, -(-tokens // TOKENS), tokens, room.stream.data_ptr(), turn[0].data_ptr(), turn[1].data_ptr(),
+        turn[0].shape[1], room.scratch, room.scratch_bytes, room.threads, room.q.data_ptr(), room.k.data_ptr(),
+        room.v.data_ptr(),
+    )  # fmt: skip
+    return room.q[:tokens], room.k[:tokens], room.v[:tokens]
+
+
+def finish_layer(room: StepRoom, fields: np.ndarray, attended: torch.Tensor) -> None:
+    """Add attention's output [T, H, D], contiguous, and then the MLP to the residual stream."""
+    groups = -(-len(attended) // TOKENS)
+    rest = room.scratch, room.scratch_bytes, room.threads
+    _add_attention(fields, groups, len(attended), room.stream.data_ptr(), *rest, attended.data_ptr())
+    _widen(fields, groups, room.stream.data_ptr(), room.inner.data_ptr(), *rest)
+    _add_mlp(fields, groups, room.stream.data_ptr(), room.inner.data_ptr(), *rest)
+
+
+_BLOCK = 64
+"""Rows of weights between two looks at the results: four tiles."""
+
+
+@njit(nogil=True)
+def _share(count: Any, thread: Any, threads: Any) -> Any:
+    """Return the first of ``count`` that is not before a thread's share."""
+    return count * thread // threads
+
+
+@njit(nogil=True)
+def _write_head(c: Any, tokens: Any, dim: Any, row_bytes: Any, out: Any) -> None:
+    """Write lanes of one head as rows of bfloat16."""
+    for token in range(tokens):
+        for d in range(dim):
+            store_i16(out + token * row_bytes + d * 2, load_i32(c + d * _ROW + token * 4) >> 16)
+
+
+@njit(nogil=True)
+def _pack_rows(src: Any, tokens: Any, row_bytes: Any, out: Any) -> None:
+    """Write rows of bfloat16 as the pairs of one group."""
+    for token in range(tokens):
+        for pair in range(row_bytes // 4):
+            store_i32(out + pair * _ROW + token * 4, load_i32(src + token * row_bytes + pair * 4))
+
+
+def _build_project(sources: str) -> Any:
+    """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
+
+    def project(
+        f: Any, groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any, scratch_bytes: Any,
+        threads: Any, q: Any, k: Any, v: Any
+    ) -> None:  # fmt: skip
+        hidden, dim = f[HIDDEN], f[DIM]
+        heads = f[HEADS] + 2 * f[KV_HEADS] if sources else 0
+        for thread in prange(threads):
+            former = scratch + thread * scratch_bytes
+            pairs = former + _FORMER
+            c = pairs + groups * hidden * (_ROW // 2)
+            for group in range(groups):
+                norm_pairs(
+                    x + group * hidden * _ROW, hidden, f[IN_NORM], f[IN_EPS], pairs + group * hidden * (_ROW // 2)
+                )
+            tile_begin(f[CONFIG], former)
+            for head in range(_share(heads, thread, threads), _share(heads, thread + 1, threads)):
+                tile_product(
+                    f[QKV] + head * dim * hidden * 2, hidden * 2, hidden // 32, pairs, hidden * (_ROW // 2), c,
+                    dim * _ROW, dim // _TILE_ROWS, groups,
+                )  # fmt: skip
+                bias = f[QKV_BIAS] + head * dim * 2 if f[QKV_BIAS] else 0
+                if head < f[HEADS]:
+                    norm, out, at, stride = f[Q_NORM], q, head, f[HEADS]
+                elif head < f[HEADS] + f[KV_HEADS]:
+                    norm, out, at, stride = f[K_NORM], k, head - f[HEADS], f[KV_HEADS]
+                else:
+                    norm, out, at, stride = 0, v, head - f[HEADS] - f[KV_HEADS], f[KV_HEADS]
+                for group in range(groups):
+                    lanes = c + group * dim * _ROW
+                    round_head(lanes, dim, bias, norm, f[HEAD_EPS])
+                    if f[TURNS] and head < f[HEADS] + f[KV_HEADS]:
+                        turn_head(lanes, cos + group * half * _ROW, sin + group * half * _ROW, half)
+                    first = group * TOKENS
+                    _write_head(
+                        lanes, min(TOKENS, tokens - first), dim, stride * dim * 2, out + (first * stride + at) * dim * 2
+                    )
+            tile_end(former)
+
+    return compiled(njit, project, parallel=True, nogil=True)
+
+
+def _build_add_attention(sources: str) -> Any:
+    """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
+
+    def add_attention(
+        f: Any, groups: Any, tokens: Any, x: Any, scratch: Any, scratch_bytes: Any, threads: Any, attended: Any
+    ) -> None:  # fmt: skip
+        hidden, width = f[HIDDEN], f[HEADS] * f[DIM]
+        tiles = hidden // _TILE_ROWS if sources else 0
+        for thread in prange(threads):
+            former = scratch + thread * scratch_bytes
+            pairs = former + _FORMER
+            c = pairs + groups * width * (_ROW // 2)
+            for group in range(groups):
+                first = group * TOKENS
+                _pack_rows(
+                    attended + first * width * 2, min(TOKENS, tokens - first), width * 2,
+                    pairs + group * width * (_ROW // 2),
+                )  # fmt: skip
+            tile_begin(f[CONFIG], former)
+            last = _share(tiles, thread + 1, threads)
+            for tile in range(_share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
+                count = min(_BLOCK // _TILE_ROWS, last - tile)
+                row = tile * _TILE_ROWS
+                tile_product(
+                    f[OUT] + row * width * 2, width * 2, width // 32, pairs, width * (_ROW // 2), c, _BLOCK * _ROW,
+                    count, groups,
+                )  # fmt: skip
+                bias = f[OUT_BIAS] + row * 2 if f[OUT_BIAS] else 0
+                for group in range(groups):
+                    add_residual(c + group * _BLOCK * _ROW, bias, x + (group * hidden + row) * _ROW, count * _TILE_ROWS)
+            tile_end(former)
+
+    return compiled(njit, add_attention, parallel=True, nogil=True)
+
+
+def _build_widen(sources: str) -> Any:
+    """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
+
+    def widen(
+        f: Any, groups: Any, x: Any, inner_pairs: Any, scratch: Any, scratch_bytes: Any, threads: Any
+    ) -> None:  # fmt: skip
+        hidden, inner = f[HIDDEN], f[INNER]
+        inner_tiles = inner // _TILE_ROWS if sources else 0
+        for thread in prange(threads):
+            former = scratch + thread * scratch_bytes
+            pairs = former + _FORMER
+            c = pairs + groups * hidden * (_ROW // 2)
+            for group in range(groups):
+                norm_pairs(
+                    x + group * hidden * _ROW, hidden, f[MLP_NORM], f[MLP_EPS], pairs + group * hidden * (_ROW // 2)
+                )
+            tile_begin(f[CONFIG], former)
+            last = _share(inner_tiles, thread + 1, threads)
+            for tile in range(_share(inner_tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
+                count = min(_BLOCK // _TILE_ROWS, last - tile)
+                row = tile * _TILE_ROWS
+                for part in range(2):
+                    tile_product(
+                        f[GATE_UP] + (part * inner + row) * hidden * 2, hidden * 2, hidden // 32, pairs,
+                        hidden * (_ROW // 2), c + part * _BLOCK * _ROW, 2 * _BLOCK * _ROW, count, groups,
+                    )  # fmt: skip
+                bias = f[GATE_UP_BIAS] + row * 2 if f[GATE_UP_BIAS] else 0
+                up_bias = bias + inner * 2 if bias else 0
+                for group in range(groups):
+                    lanes = c + group * 2 * _BLOCK * _ROW
+                    pack_silu(
+                        lanes, lanes + _BLOCK * _ROW, bias, up_bias, count * _TILE_ROWS,
+                        inner_pairs + (group * inner + row) * (_ROW // 2),
+                    )  # fmt: skip
+            tile_end(former)
+
+    return compiled(njit, widen, parallel=True, nogil=True)
+
+
+def _build_add_mlp(sources: str) -> Any:
+    """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
+
+    def add_mlp(
+        f: Any, groups: Any, x: Any, inner_pairs: Any, scratch: Any, scratch_bytes: Any, threads: Any
+    ) -> None:  # fmt: skip
+        hidden, inner = f[HIDDEN], f[INNER]
+        tiles = hidden // _TILE_ROWS if sources else 0
+        for thread in prange(threads):
+            former = scratch + thread * scratch_bytes
+            c = former + _FORMER
+            tile_begin(f[CONFIG], former)
+            last = _share(tiles, thread + 1, threads)
+            for tile in range(_share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
+                count = min(_BLOCK // _TILE_ROWS, last - tile)
+                row = tile * _TILE_ROWS
+                tile_product(
+                    f[DOWN] + row * inner * 2, inner * 2, inner // 32, inner_pairs, inner * (_ROW // 2), c,
+                    _BLOCK * _ROW, count, groups,
+                )  # fmt: skip
+                bias = f[DOWN_BIAS] + row * 2 if f[DOWN_BIAS] else 0
+                for group in range(groups):
+                    add_residual(c + group * _BLOCK * _ROW, bias, x + (group * hidden + row) * _ROW, count * _TILE_ROWS)
+            tile_end(former)
+
+    return compiled(njit, add_mlp, parallel=True, nogil=True)
+
+
+_project = _build_project(sources_digest())
+_add_attention = _build_add_attention(sources_digest())
+_widen = _build_widen(sources_digest())
+_add_mlp = _build_add_mlp(sources_digest())
