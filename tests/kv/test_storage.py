@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -146,3 +151,36 @@ def test_a_pool_that_cannot_exist_is_refused(dtype: str, num_blocks: int, block_
     """Sizes come from configuration: they answer with a typed error."""
     with pytest.raises(ConfigError):
         KVStorage(KVCacheSpec(LAYERS, dtype, "model", block_size), num_blocks, "cpu")
+
+
+_FILL = """
+import os, torch
+from prefixkv.cache.spec import KVCacheSpec, LayerSpec
+from prefixkv.kv.storage import KVStorage
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+spec = KVCacheSpec(tuple(LayerSpec(3, 64, 64) for _ in range(8)), "bfloat16", "{kv_format}", 32)
+blocks = 96 * 2**20 // spec.bytes_per_block
+KVStorage(spec, 1, "cpu")  # imports what a pool needs
+before = resident()
+storage = KVStorage(spec, blocks, "cpu")
+reserved = resident() - before
+for tensor in storage._tensors():
+    tensor.fill_(1)
+print(reserved, resident() - before, blocks * spec.bytes_per_block)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("kv_format", ["model", "int8", "int4"])
+def test_a_full_pool_takes_the_memory_that_was_planned_and_an_empty_one_none(kv_format: str, repo_root: Path) -> None:
+    """Within 5 % of the plan, huge pages and all."""
+    environment = {**os.environ, "PYTHONPATH": str(repo_root)}
+    code = _FILL.replace("{kv_format}", kv_format)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    reserved, grown, planned = map(int, done.stdout.split())
+    assert reserved < 0.05 * planned
+    assert abs(grown - planned) < 0.05 * planned
