@@ -170,17 +170,29 @@ class AsyncEngine:
 
     async def chat_batch(self, requests: Sequence[ChatRequest], *, return_exceptions: bool = False) -> list[Any]:
         """See :meth:`Engine.chat_batch`."""
-        tasks = [asyncio.ensure_future(self._chat_one(request, place)) for place, request in enumerate(requests)]
+        queues: list[asyncio.Queue[Event]] = [asyncio.Queue() for _ in requests]
+        prepared = await asyncio.gather(
+            *(self._prepare_chat(request, i, queues[i]) for i, request in enumerate(requests)), return_exceptions=True
+        )
+        wrong = [error for error in prepared if isinstance(error, BaseException)]
+        if wrong and not return_exceptions:
+            raise wrong[0]
+        started = [request for request in prepared if isinstance(request, LiveRequest)]
         try:
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-        finally:
-            for task in tasks:
-                task.cancel()
-        if not return_exceptions:
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
-        return list(results)
+            for request in started:
+                self._engine.submit(request)
+            events = [
+                await queue.get() if isinstance(one, LiveRequest) else one
+                for one, queue in zip(prepared, queues, strict=True)
+            ]
+        except BaseException:
+            for request in started:
+                self._engine.cancel(request)
+            raise
+        for event in events:
+            if isinstance(event, Exception) and not return_exceptions:
+                raise event
+        return events
 
     async def explain(
         self,
@@ -263,11 +275,9 @@ class AsyncEngine:
     ) -> None:
         await self.close()
 
-    async def _chat_one(self, request: ChatRequest, place: int) -> ChatResult:
-        def prepare(sink: Callable[[Event], None]) -> LiveRequest:
-            return self._engine.builder.chat(request, sink, streams=False, path=f"requests[{place}].")
-
-        return await self._run(prepare, ChatResult)
+    async def _prepare_chat(self, request: ChatRequest, place: int, events: asyncio.Queue[Event]) -> LiveRequest:
+        path = f"requests[{place}]."
+        return await _prepare(lambda sink: self._engine.builder.chat(request, sink, streams=False, path=path), events)
 
     async def _run(self, prepare: Prepare, kind: type[T]) -> T:
         events: asyncio.Queue[Event] = asyncio.Queue()
@@ -284,12 +294,17 @@ class AsyncEngine:
 
 async def _start(engine: Engine, prepare: Prepare, events: asyncio.Queue[Event]) -> LiveRequest:
     """Validate and tokenise in a worker thread, then submit; events come back on this loop."""
+    request = await _prepare(prepare, events)
+    engine.submit(request)
+    return request
+
+
+async def _prepare(prepare: Prepare, events: asyncio.Queue[Event]) -> LiveRequest:
+    """Validate and tokenise in a worker thread; what comes of the request will come back on this loop."""
     loop = asyncio.get_running_loop()
 
     def sink(event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody waits
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-    request = await asyncio.to_thread(prepare, sink)
-    engine.submit(request)
-    return request
+    return await asyncio.to_thread(prepare, sink)

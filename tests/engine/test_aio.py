@@ -152,3 +152,27 @@ async def test_errors_are_the_same(engine: Engine) -> None:
     await face.close()
     with pytest.raises(errors.EngineClosed):
         await face.chat(MESSAGES, principal=WHO)
+
+
+async def test_one_bad_request_keeps_a_batch_from_starting(make_engine: Any) -> None:
+    """As from a thread: what is wrong as written is said before anything runs."""
+    engine = make_engine()
+    face = AsyncEngine.from_engine(engine)
+    good, bad = ChatRequest(MESSAGES, WHO, sampling=GREEDY), ChatRequest([], WHO)
+    with pytest.raises(errors.InvalidRequest, match=r"requests\[1\]"):
+        await face.chat_batch([good, bad])
+    assert engine.stats().steps == 0
+    first, second = await face.chat_batch([good, bad], return_exceptions=True)
+    assert first.text and isinstance(second, errors.InvalidRequest)
+
+
+async def test_a_cancelled_batch_leaves_nothing_running(make_engine: Any) -> None:
+    engine = make_engine()
+    face = AsyncEngine.from_engine(engine)
+    task = asyncio.ensure_future(face.chat_batch([ChatRequest(MESSAGES, WHO, sampling=ENDLESS)] * 3))
+    while engine.stats().running == 0:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.stats().running == engine.stats().waiting == 0
