@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from prefixkv.cache.spec import KVCacheSpec
 from prefixkv.kv.storage import KVStorage
 from prefixkv.kv.views import layer_view
 from prefixkv.model.batch import ForwardBatch
@@ -32,10 +33,12 @@ FEW_TOKENS = 64
 _TILE_ROWS, _TILE_COLUMNS = 16, 32
 
 
-def refuse_layers(layers: Sequence[DecoderLayer], shape: ModelShape, head: Any) -> str | None:
-    """Return None if the kernels can run these layers here, else why not; changes nothing."""
+def refuse_layers(layers: Sequence[DecoderLayer], shape: ModelShape, head: Any, cache: KVCacheSpec) -> str | None:
+    """Return None if the kernels can run these layers over this pool here, else why not; changes nothing."""
     from prefixkv.kernels.numba_amx import refuse_amx
 
+    if cache.raised:
+        return "some heads are stored in another format than the pool's"
     if head.weight.device.type != "cpu" or head.weight.dtype != torch.bfloat16:
         return "they compute bfloat16 on a CPU"
     for layer, spec in zip(layers, shape.layers, strict=True):

@@ -20,6 +20,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from prefixkv.attention.base import AttentionBackend
+from prefixkv.cache.spec import KVCacheSpec
 from prefixkv.kv.pages import Arena
 from prefixkv.kv.storage import KVStorage
 from prefixkv.model.batch import ForwardBatch
@@ -62,12 +63,12 @@ class FusedDecoder:
         self._modules = modules
         self._forwards = {kind: kind.forward for kind in {type(module) for module in modules}}
 
-    def use_kernels(self) -> str | None:
-        """Run steps of few tokens by compiled kernels from now on; return the reason if they cannot.
+    def use_kernels(self, cache: KVCacheSpec) -> str | None:
+        """Run steps of few tokens over such a pool by compiled kernels from now on; return the reason if they cannot.
 
         The kernels have to be ready: :mod:`prefixkv.kernels.readiness`.
         """
-        reason = refuse_layers(self._layers, self._shape, self._head)
+        reason = refuse_layers(self._layers, self._shape, self._head, cache)
         self._few = None if reason else CompiledLayers(self._layers, self._shape, self._norm, self._head)
         return reason
 
