@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any
 
 from prefixkv.errors import ConfigError, InvalidRequest
@@ -69,12 +71,14 @@ class CacheConfig:
         memory: Size of the pool, see :func:`parse_memory`. Allocated once at load, never grown.
         block_size: Tokens per block.
         eviction: Which idle block goes first; ``"lru"``.
+        calibration: File that ``prefixkv calibrate --write`` made for this model and format, or None.
     """
 
     kv_format: str = "int8"
     memory: int | float | str = "1GiB"
     block_size: int = 32
     eviction: str = "lru"
+    calibration: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.kv_format not in KV_FORMATS:
@@ -83,6 +87,15 @@ class CacheConfig:
             raise ConfigError(f"CacheConfig.eviction={self.eviction!r}: available is lru")
         _check_int("CacheConfig", "block_size", self.block_size, 1, 4096)
         parse_memory(self.memory)
+        if self.calibration is None:
+            return
+        if not isinstance(self.calibration, str | PathLike) or not os.fspath(self.calibration):
+            raise ConfigError(f"CacheConfig.calibration={self.calibration!r}: must be the path of a file, or None")
+        if self.kv_format == "model":
+            raise ConfigError(
+                "CacheConfig.calibration: kv_format='model' loses nothing that it could restore; choose the format "
+                "that the file was made for, or leave it out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

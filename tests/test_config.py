@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,20 @@ def test_memory_is_bytes_text_or_a_share(value: int | float | str, expected: int
     result = parse_memory(value)
     assert result == expected
     assert type(result) is type(expected)
+
+
+@pytest.mark.parametrize("value", [3, True, b"x", "", ["x"]])
+def test_a_calibration_is_a_path(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^CacheConfig\.calibration=.*: must be the path of a file, or None$"):
+        CacheConfig(kv_format="int4", calibration=value)
+
+
+def test_a_calibration_needs_a_format_that_loses_something() -> None:
+    """Found when the options are built, not when the model is loaded."""
+    for path in ("c.json", Path("c.json")):
+        assert CacheConfig(kv_format="int8", calibration=path).calibration == path
+        with pytest.raises(ConfigError, match=r"^CacheConfig\.calibration: kv_format='model' loses nothing"):
+            CacheConfig(kv_format="model", calibration=path)
 
 
 BAD_MEMORY: list[Any] = [

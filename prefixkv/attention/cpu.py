@@ -44,14 +44,15 @@ class NumbaBackend:
             from prefixkv.kernels.readiness import refusal
         except ImportError as error:
             return f"numba cannot be imported ({error})"
-        key, value = KV_LAYOUTS[spec.cache.kv_format]
         computed = TORCH_DTYPES[spec.cache.dtype]
         stored = {8: torch.int8, 4: torch.uint8}
-        modes = [MODES[stored[row.bits] if row.bits else computed] for row in (key, value)]
-        for layer in spec.cache.layers:
-            reason = refuse_layout(layer.key_dim, layer.value_dim, modes, key.group_size(layer.key_dim))
-            if reason is not None:
-                return reason
+        for kv_format in {spec.cache.kv_format, *(head.kv_format for head in spec.cache.raised)}:
+            key, value = KV_LAYOUTS[kv_format]
+            modes = [MODES[stored[row.bits] if row.bits else computed] for row in (key, value)]
+            for layer in spec.cache.layers:
+                reason = refuse_layout(layer.key_dim, layer.value_dim, modes, key.group_size(layer.key_dim))
+                if reason is not None:
+                    return reason
         return choose_threading_layer() or refusal()
 
     def forward(
@@ -84,6 +85,20 @@ class NumbaBackend:
             attend_chunk(flash, view, meta, seq, q[start:end], out[start:end], scaling=scaling)
         if step.rest is not None:
             attend(view, step.rest, q, out, scaling=scaling, softcap=softcap, sinks=sinks)
+        for better, index, kv_heads in storage.raised_in(layer):
+            # Once more over the rows that are stored better, and over the first result. The plan serves again: it
+            # names tokens and rows, not heads.
+            own = (kv_heads[:, None] * group + torch.arange(group)).flatten()
+            out[:, own] = self.forward(
+                index,
+                q[:, own],
+                better,
+                meta,
+                scaling=scaling,
+                window=window,
+                softcap=softcap,
+                sinks=None if sinks is None else sinks[own],
+            )
         return out
 
 

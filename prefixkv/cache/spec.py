@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["DTYPE_BYTES", "KV_LAYOUTS", "KVCacheSpec", "LayerSpec", "RowFormat"]
+from prefixkv.errors import ConfigError
+
+__all__ = ["DTYPE_BYTES", "KV_LAYOUTS", "KVCacheSpec", "LayerSpec", "RaisedHead", "RowFormat"]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -37,6 +39,10 @@ class RowFormat:
             return dim + 4
         return dim // 2 + 4 * (dim // self.group_size(dim))
 
+    def stored_bits(self, dtype: str) -> int:
+        """Return the bits of one number, scales left out."""
+        return DTYPE_BYTES[dtype] * 8 if self.bits is None else self.bits
+
 
 _AS_COMPUTED = RowFormat()
 _K8 = RowFormat(bits=8, rotate=True)
@@ -66,6 +72,15 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RaisedHead:
+    """A kv head that is stored better than the pool's format would: ``kv_format`` is a key of :data:`KV_LAYOUTS`."""
+
+    layer: int
+    kv_head: int
+    kv_format: str
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """Everything that decides how many bytes a block takes.
 
@@ -74,22 +89,55 @@ class KVCacheSpec:
         dtype: What the model computes in: a key of :data:`DTYPE_BYTES`.
         kv_format: How rows are stored: a key of :data:`KV_LAYOUTS`.
         block_size: Tokens per block.
+        raised: Heads that are stored in a better format besides, each once.
+
+    Raises:
+        ConfigError: If a raised head does not exist, is named twice or would not be stored better.
     """
 
     layers: tuple[LayerSpec, ...]
     dtype: str
     kv_format: str
     block_size: int
+    raised: tuple[RaisedHead, ...] = ()
+
+    def __post_init__(self) -> None:
+        for i, one in enumerate(self.raised):
+            self._check_raised(f"heads[{i}]", one)
+        if len({(one.layer, one.kv_head) for one in self.raised}) != len(self.raised):
+            raise ConfigError("heads: a head is named twice")
+
+    def _check_raised(self, path: str, one: RaisedHead) -> None:
+        if not 0 <= one.layer < len(self.layers):
+            raise ConfigError(f"{path}.layer={one.layer}: the model has layers 0 to {len(self.layers) - 1}")
+        if not 0 <= one.kv_head < self.layers[one.layer].num_kv_heads:
+            raise ConfigError(
+                f"{path}.kv_head={one.kv_head}: layer {one.layer} has kv heads 0 to "
+                f"{self.layers[one.layer].num_kv_heads - 1}"
+            )
+        if one.kv_format not in KV_LAYOUTS:
+            raise ConfigError(f"{path}.kv_format={one.kv_format!r}: available are {', '.join(KV_LAYOUTS)}")
+        pool, own = (
+            [row.stored_bits(self.dtype) for row in KV_LAYOUTS[name]] for name in (self.kv_format, one.kv_format)
+        )
+        if own == pool or any(ours < theirs for ours, theirs in zip(own, pool, strict=True)):
+            raise ConfigError(
+                f"{path}.kv_format={one.kv_format!r}: a head can only be raised above the pool's {self.kv_format!r}, "
+                f"in K or V and lowered in neither"
+            )
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that K and V of one token take over all layers, scales included."""
-        key, value = KV_LAYOUTS[self.kv_format]
-        return sum(
-            layer.num_kv_heads
-            * (key.row_bytes(layer.key_dim, self.dtype) + value.row_bytes(layer.value_dim, self.dtype))
-            for layer in self.layers
-        )
+        """Bytes that K and V of one token take over all layers, scales included.
+
+        A raised head takes its room in the pool's format too.
+        """
+        plain = sum(layer.num_kv_heads * self._row_bytes(layer, self.kv_format) for layer in self.layers)
+        return plain + sum(self._row_bytes(self.layers[one.layer], one.kv_format) for one in self.raised)
+
+    def _row_bytes(self, layer: LayerSpec, kv_format: str) -> int:
+        key, value = KV_LAYOUTS[kv_format]
+        return key.row_bytes(layer.key_dim, self.dtype) + value.row_bytes(layer.value_dim, self.dtype)
 
     @property
     def bytes_per_block(self) -> int:

@@ -1,4 +1,4 @@
-"""``prefixkv calibrate``: what each pool format costs, measured on your own prompts."""
+"""``prefixkv calibrate``: what each pool format costs, measured on your own prompts, and how it costs less."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from prefixkv.config import KV_FORMATS
 from prefixkv.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
+    from prefixkv.kv.calibration import PoolCalibration
     from prefixkv.model.load import LoadedModel
 
 __all__ = ["Source", "add_arguments", "read_sources", "run", "tokenise"]
@@ -61,35 +62,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-prompts", type=int, default=32, metavar="N", help="prompts to read (32)")
     parser.add_argument("--max-tokens", type=int, default=1024, metavar="N", help="tokens to keep of each (1024)")
     parser.add_argument("--json", metavar="OUT", help="write the whole report, every head included, to this file")
+    parser.add_argument("--write", metavar="OUT", help="calibrate a pool on the prompts, write it for CacheConfig")
+    parser.add_argument("--for", dest="pool", metavar="FORMAT", help="the format of that pool (int4)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print the report and write it if asked to; returns 0."""
+    """Measure, print the report and write what is asked for; returns 0."""
+    pool = _pool(options.pool, options.write)
     formats = _formats(options.formats)
+    if pool is not None and pool not in formats:
+        formats = (*formats, pool)
     if options.max_prompts < 1:
         raise ConfigError(f"--max-prompts {options.max_prompts}: must be 1 or more")
     if options.max_tokens < _FEWEST_TOKENS:
         raise ConfigError(f"--max-tokens {options.max_tokens}: must be {_FEWEST_TOKENS} or more")
-    out = Path(options.json).expanduser() if options.json is not None else None
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise ConfigError(f"--json {options.json}: there is no such folder, or it is one; give a file to write")
+    for option, name in (("--json", options.json), ("--write", options.write)):
+        if name is not None and (Path(name).expanduser().is_dir() or not Path(name).expanduser().parent.is_dir()):
+            raise ConfigError(f"{option} {name}: there is no such folder, or it is one; give a file to write")
     sources = read_sources(options.prompts, options.max_prompts)
     _say("importing torch and transformers")
     started = time.monotonic()
-    from prefixkv.model.calibrate import calibrate  # the slow import, after a wrong option or line has been refused
+    from prefixkv.model.calibrate import (
+        calibrate,
+        calibrate_pool,
+    )  # the slow import, after a wrong option or line has been refused
     from prefixkv.model.load import load
 
     _say(f"imported ({time.monotonic() - started:.1f} s)")
     loaded = load(options.model, dtype=options.dtype, device=options.device, progress=_say)
     prompts = tokenise(sources, loaded, options.max_tokens)[: options.max_prompts]
     _say(f"measuring {', '.join(formats)} on {len(prompts)} prompts of {sum(map(len, prompts))} tokens together")
-    report = calibrate(loaded, prompts, formats, progress=_say)
+    if pool is None:
+        report = calibrate(loaded, prompts, formats, progress=_say)
+    else:
+        report, made = calibrate_pool(loaded, prompts, formats, pool, progress=_say)
     print(f"\n{report}", flush=True)
-    if out is not None:
-        try:
-            out.write_text(report.to_json() + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json {options.json}: cannot be written ({error.strerror})") from None
+    if options.json is not None:
+        _write("--json", options.json, report.to_json() + "\n")
+    if pool is not None:
+        _write("--write", options.write, made.to_json())
+        print(f"\n{_account(made, options.write)}", flush=True)
     return 0
 
 
@@ -194,6 +206,36 @@ def _formats(words: str) -> tuple[str, ...]:
     if unknown or len(set(names)) != len(names):
         raise ConfigError(f"--formats {words}: give some of {', '.join(KV_FORMATS)}, each once, with commas between")
     return names
+
+
+def _pool(name: str | None, out: str | None) -> str | None:
+    """Return the format to calibrate a pool of, or None if none is asked for."""
+    if out is None:
+        if name is not None:
+            raise ConfigError(f"--for {name}: needs --write FILE too")
+        return None
+    quantised = [known for known in KV_FORMATS if known != "model"]
+    if name is not None and name not in quantised:
+        raise ConfigError(f"--for {name}: give one of {', '.join(quantised)}")
+    return name or "int4"
+
+
+def _write(option: str, name: str, text: str) -> None:
+    try:
+        Path(name).expanduser().write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {name}: cannot be written ({error.strerror})") from None
+
+
+def _account(made: PoolCalibration, name: str) -> str:
+    """Return what was written and how to use it."""
+    offsets = "no mean keys" if made.key_offsets is None else "the mean key of every head"
+    raised = [f"layer {one.layer} head {one.kv_head} to {one.kv_format}" for one in made.heads]
+    return (
+        f"wrote {name} (measured as {made.kv_format}*): {offsets}; {len(raised)} heads raised"
+        f"{': ' if raised else ''}{', '.join(raised)}\n"
+        f"use it: CacheConfig(kv_format={made.kv_format!r}, calibration={name!r})"
+    )
 
 
 def _say(line: str) -> None:

@@ -114,10 +114,7 @@ class Engine:
         runner = run_apart(lambda: ModelRunner.build(loaded, config.cache))
         self._runner = runner
         tenants = TenantLimits(policies_in_force.get, runner.num_blocks, runner.spec.bytes_per_block)
-        fingerprint = b"|".join(
-            (loaded.fingerprint, config.cache.kv_format.encode(), str(config.cache.block_size).encode())
-        )
-        keys = ScopeKeys(config.secret or secrets.token_bytes(32), fingerprint)
+        keys = ScopeKeys(config.secret or secrets.token_bytes(32), loaded.fingerprint + b"|" + runner.pool_key)
         manager = KVCacheManager(
             runner.num_blocks, config.cache.block_size, keys, weight=tenants.weight, ceiling=tenants.ceiling_blocks
         )
@@ -336,8 +333,8 @@ class Engine:
         size = blocks * spec.bytes_per_block / 2**20
         return (
             f"{self._name}, {self._loaded.dtype} on {self._loaded.device}; pool of {blocks} blocks x "
-            f"{spec.block_size} tokens = {blocks * spec.block_size} tokens, {size:.0f} MiB, format {spec.kv_format}; "
-            f"attention: {self._runner.backend}{refused}, decoder: {self._runner.decoder}"
+            f"{spec.block_size} tokens = {blocks * spec.block_size} tokens, {size:.0f} MiB, "
+            f"format {self._runner.format}; attention: {self._runner.backend}{refused}, decoder: {self._runner.decoder}"
         )
 
     def close(self) -> None:

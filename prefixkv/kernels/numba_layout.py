@@ -48,8 +48,9 @@ MODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int
     K_TURN,  # size of the Hadamard blocks that stored keys were multiplied with, or 0
     V_TURN,
     P_WIDTH,  # numbers of a partial result: V_DIM in whole vectors, maximum, total
+    K_OFFSETS,  # address of [K, D] float32 that is subtracted from quantised keys before they are stored, or 0
     MOST_QUERIES,
-) = range(25)
+) = range(26)
 
 (
     S_STAGE,
@@ -115,7 +116,12 @@ def refuse_layout(key_dim: int, value_dim: int, modes: Sequence[int], key_group:
 
 
 def view_layer(
-    key: Sequence[torch.Tensor], value: Sequence[torch.Tensor], *, turned: tuple[bool, bool], most_group: int
+    key: Sequence[torch.Tensor],
+    value: Sequence[torch.Tensor],
+    *,
+    turned: tuple[bool, bool],
+    most_group: int,
+    key_offsets: torch.Tensor | None = None,
 ) -> LayerView:
     """Describe one layer of the pool; keeps the tensors, changes nothing.
 
@@ -124,6 +130,7 @@ def view_layer(
         value: Parts of the values.
         turned: Whether keys, and whether values, were multiplied with a Hadamard matrix.
         most_group: Query heads that share a kv head.
+        key_offsets: [K, D] contiguous float32 to subtract from quantised keys, or None.
     """
     fields = np.zeros(NUM_FIELDS, np.int64)
     k_mode, v_mode = MODES[key[0].dtype], MODES[value[0].dtype]
@@ -152,13 +159,14 @@ def view_layer(
         dim & -dim if turn else 0 for dim, turn in zip((k_dim, v_dim), turned, strict=True)
     )
     fields[P_WIDTH] = v_width + 2
+    fields[K_OFFSETS] = 0 if key_offsets is None else key_offsets.data_ptr()
     fields[MOST_QUERIES] = max(QUERIES_TOGETHER, most_group)
     at = 0
     for name, size in _scratch_sizes(fields, units).items():
         fields[name] = at
         at += -(-size // 64) * 64
     num_blocks, num_kv_heads, block_size = key[0].shape[:3]
-    tensors = (*key, *value)
+    tensors = (*key, *value) if key_offsets is None else (*key, *value, key_offsets)
     return LayerView(
         fields, fields.ctypes.data, num_kv_heads, num_blocks * block_size, at, v_width + 2, turned, tensors
     )

@@ -29,13 +29,14 @@ from prefixkv.kernels.numba_ir import (
     repeat,
     splat,
     store,
+    store_f32,
     store_i8,
     store_i16,
     variable,
     vector,
 )
 from prefixkv.kernels.numba_layout import LayerView
-from prefixkv.kernels.numba_queries import read_query
+from prefixkv.kernels.numba_queries import read_query, turn_row
 
 __all__ = ["cache_folder", "store_rows"]
 
@@ -140,15 +141,26 @@ def _store_row(
     scale_bytes: Any,
     index: Any,
     turn: Any,
+    away: Any,
     room: Any,
 ) -> None:
-    """Turn and encode one row and put it at row ``index`` of its tensors."""
+    """Turn and encode one row and put it at row ``index`` of its tensors.
+
+    ``away`` is the address of the float32 row to subtract before, or 0.
+    """
     dst = rows + index * row_bytes
     if mode != at.INT8 and mode != at.INT4:
         copy_bytes(dst, src, row_bytes)
         return
     factor = np.float32(1.0) / np.sqrt(np.float32(turn)) if turn > 1 else np.float32(1.0)
-    read_query(src_mode, src, dim, factor, turn, room)
+    if away == 0:
+        read_query(src_mode, src, dim, factor, turn, room)
+    else:
+        read_query(src_mode, src, dim, np.float32(1.0), 0, room)
+        for i in range(dim):
+            store_f32(room + 4 * i, (load_f32(room + 4 * i) - load_f32(away + 4 * i)) * factor)
+        if turn > 1:
+            turn_row(room, dim, turn)
     if mode == at.INT8:
         codes = room + _ROOM // 2
         _quantise_i8(room, -(-dim // LANES), codes, scales + index * 4)
@@ -177,13 +189,17 @@ def _build(sources: str) -> Any:
             for head in range(heads):
                 index = (block * heads + head) * size + inside
                 which = token * heads + head
+                away = f[at.K_OFFSETS]
+                if away != 0:
+                    away += head * f[at.K_DIM] * 4
                 _store_row(
                     f[at.K_MODE], f[at.K_DIM], f[at.K_GROUPS], k + which * k_row, k_mode,
-                    f[at.K_ROWS], f[at.K_BYTES], f[at.K_SCALES], f[at.K_SCALE_BYTES], index, f[at.K_TURN], room,
+                    f[at.K_ROWS], f[at.K_BYTES], f[at.K_SCALES], f[at.K_SCALE_BYTES], index, f[at.K_TURN], away,
+                    room,
                 )  # fmt: skip
                 _store_row(
                     f[at.V_MODE], f[at.V_DIM], f[at.V_GROUPS], v + which * v_row, v_mode,
-                    f[at.V_ROWS], f[at.V_BYTES], f[at.V_SCALES], f[at.V_SCALE_BYTES], index, f[at.V_TURN], room,
+                    f[at.V_ROWS], f[at.V_BYTES], f[at.V_SCALES], f[at.V_SCALE_BYTES], index, f[at.V_TURN], 0, room,
                 )  # fmt: skip
             scratch[0] = 0  # keeps it alive until here
         return refused

@@ -2,26 +2,29 @@
 
 Every tensor is block-major, ``[N, K, B, *row_shape]``, so one block of one layer is a contiguous slice that can be
 copied, cleared or moved to a slower tier as it is.
+
+Raised heads, which are stored in a better format than the pool's, have tensors of their own: a small storage per format
+that holds just them. Their rows in the pool's tensors are written and not read; they are few.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from prefixkv.cache.spec import KVCacheSpec, LayerSpec
+from prefixkv.cache.spec import KV_LAYOUTS, KVCacheSpec, LayerSpec
 from prefixkv.config import parse_memory
 from prefixkv.errors import ConfigError
 from prefixkv.kv.formats import TORCH_DTYPES, KVFormat, RowCodec, get_format
 from prefixkv.kv.pages import zeros
 from prefixkv.kv.writer import choose_writer
 
-__all__ = ["KVStorage", "LayerStorage", "plan_num_blocks"]
+__all__ = ["KVStorage", "LayerStorage", "RaisedPart", "plan_num_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +35,52 @@ class LayerStorage:
     value: tuple[torch.Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RaisedPart:
+    """The raised heads of one format.
+
+    Attributes:
+        storage: Their rows: the same blocks, and only the layers that have such heads.
+        index: The model's layer to the layer in ``storage``.
+        heads: [K'] int64 which kv heads these are, per layer in ``storage``, ascending.
+    """
+
+    storage: KVStorage
+    index: dict[int, int]
+    heads: tuple[torch.Tensor, ...]
+
+
 class KVStorage:
     """Owns the tensors of all blocks and is the only writer of them. Only the engine thread calls it.
 
     Attributes:
         memo: What kernels remember about the tensors, such as where they lie. Dies with the pool.
+        raised: One part per format of raised heads.
+        key_offsets: [K, D] float32 per layer, subtracted from keys before they are stored, or None. Softmax does not
+            see a number that is added to all scores of a query, so nothing is added back.
 
     Invariants:
         * Nothing is allocated after construction.
         * A row holds what was last written to it, encoded once, or zeros.
     """
 
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        device: torch.device | str,
+        key_offsets: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         """Allocate all tensors, zeroed. On a CPU the system commits the memory only when rows are written.
 
+        Args:
+            spec: Shape of the cache.
+            num_blocks: Blocks of the pool.
+            device: Where it lies.
+            key_offsets: [K, D] per layer, for formats with 4-bit keys.
+
         Raises:
-            ConfigError: If the format or the dtype is unknown, or a size is not positive.
+            ConfigError: If the format or the dtype is unknown, a size is not positive, or offsets do not fit.
         """
         if num_blocks < 1 or spec.block_size < 1:
             raise ConfigError(f"a pool needs blocks: num_blocks={num_blocks}, block_size={spec.block_size}")
@@ -66,11 +99,39 @@ class KVStorage:
             )
             for layer in spec.layers
         )
+        self.raised: tuple[RaisedPart, ...] = tuple(
+            self._raised_part(name) for name in dict.fromkeys(one.kv_format for one in spec.raised)
+        )
+        self.key_offsets = None if key_offsets is None else self._check_offsets(key_offsets)
         self._writer = choose_writer(self)
 
     def choose_writer(self) -> None:
         """Choose again who writes the rows: kernels may have become ready since."""
         self._writer = choose_writer(self)
+        for part in self.raised:
+            part.storage.choose_writer()
+
+    def _raised_part(self, kv_format: str) -> RaisedPart:
+        named = [(one.layer, one.kv_head) for one in self.spec.raised if one.kv_format == kv_format]
+        layers = sorted({layer for layer, _ in named})
+        heads = [sorted(head for at, head in named if at == layer) for layer in layers]
+        shapes = tuple(
+            replace(self.spec.layers[layer], num_kv_heads=len(own)) for layer, own in zip(layers, heads, strict=True)
+        )
+        spec = replace(self.spec, layers=shapes, kv_format=kv_format, raised=())
+        return RaisedPart(
+            KVStorage(spec, self.num_blocks, self.device),
+            {layer: i for i, layer in enumerate(layers)},
+            tuple(torch.tensor(own, device=self.device) for own in heads),
+        )
+
+    def _check_offsets(self, key_offsets: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        if KV_LAYOUTS[self.spec.kv_format][0].bits != 4:
+            raise ConfigError(f"key_offsets: keys of {self.spec.kv_format!r} have not 4 bits")
+        shapes = [(layer.num_kv_heads, layer.key_dim) for layer in self.spec.layers]
+        if [tuple(offsets.shape) for offsets in key_offsets] != shapes:
+            raise ConfigError("key_offsets: do not have the shape of the model's keys")
+        return tuple(offsets.to(self.device, torch.float32).contiguous() for offsets in key_offsets)
 
     def _allocate(self, codec: RowCodec, layer: LayerSpec, dim: int) -> tuple[torch.Tensor, ...]:
         lead = (self.num_blocks, layer.num_kv_heads, self.spec.block_size)
@@ -87,7 +148,16 @@ class KVStorage:
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:
-        return [tensor for layer in self.layers for tensor in (*layer.key, *layer.value)]
+        own = [tensor for layer in self.layers for tensor in (*layer.key, *layer.value)]
+        return own + [tensor for part in self.raised for tensor in part.storage._tensors()]
+
+    def raised_in(self, layer: int) -> list[tuple[KVStorage, int, torch.Tensor]]:
+        """Return, per format of raised heads of a layer: storage, layer in it, and [K'] which kv heads it holds."""
+        return [
+            (part.storage, part.index[layer], part.heads[part.index[layer]])
+            for part in self.raised
+            if layer in part.index
+        ]
 
     def write(self, layer: int, slot_mapping: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Encode new rows and store them; changes the rows that ``slot_mapping`` names.
@@ -102,9 +172,13 @@ class KVStorage:
             IndexError: If a row lies outside the pool.
         """
         self._writer.write(layer, slot_mapping, k, v)
+        for storage, index, heads in self.raised_in(layer):
+            storage.write(index, slot_mapping, k.index_select(1, heads), v.index_select(1, heads))
 
     def gather(self, layer: int, block_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return decoded rows of several block lists side by side; changes nothing.
+
+        Raised heads come from where they are stored better. What was subtracted from keys is not added back.
 
         Args:
             layer: Layer index.
@@ -114,10 +188,12 @@ class KVStorage:
             k [S, K, M*B, D] and v [S, K, M*B, Dv] in the model's dtype.
         """
         store = self.layers[layer]
-        return (
-            self._gather(self.format.key, store.key, block_table),
-            self._gather(self.format.value, store.value, block_table),
-        )
+        k = self._gather(self.format.key, store.key, block_table)
+        v = self._gather(self.format.value, store.value, block_table)
+        for storage, index, heads in self.raised_in(layer):
+            for rows, better in zip((k, v), storage.gather(index, block_table), strict=True):
+                rows.index_copy_(1, heads, better)
+        return k, v
 
     def _gather(self, codec: RowCodec, tensors: tuple[torch.Tensor, ...], table: torch.Tensor) -> torch.Tensor:
         num_seqs, width = table.shape

@@ -28,6 +28,7 @@ def layer_view(storage: KVStorage, layer: int, group: int = 1) -> LayerView:
     if view is None:
         parts = storage.layers[layer]
         k, v = KV_LAYOUTS[storage.spec.kv_format]
-        view = view_layer(parts.key, parts.value, turned=(k.rotate, v.rotate), most_group=group)
+        offsets = None if storage.key_offsets is None else storage.key_offsets[layer]
+        view = view_layer(parts.key, parts.value, turned=(k.rotate, v.rotate), most_group=group, key_offsets=offsets)
         storage.memo[key] = view
     return view

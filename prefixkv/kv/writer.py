@@ -40,6 +40,8 @@ class TorchWriter:
         blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
         offsets = slot_mapping - blocks * block_size
         store = storage.layers[layer]
+        if storage.key_offsets is not None:
+            k = k.float() - storage.key_offsets[layer]
         for tensor, rows in zip(store.key, storage.format.key.encode(k), strict=True):
             tensor[blocks, :, offsets] = rows
         for tensor, rows in zip(store.value, storage.format.value.encode(v), strict=True):

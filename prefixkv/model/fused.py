@@ -63,7 +63,7 @@ class FusedDecoder:
         self._forwards = {kind: kind.forward for kind in {type(module) for module in modules}}
 
     def use_kernels(self) -> str | None:
-        """Run steps of few tokens by compiled kernels from now on; return the reason if they cannot.
+        """Run steps by compiled kernels from now on; return the reason if they cannot.
 
         The kernels have to be ready: :mod:`prefixkv.kernels.readiness`.
         """

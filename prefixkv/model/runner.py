@@ -16,6 +16,7 @@ from prefixkv.attention.select import BackendChoice, backends_compile, kernels_r
 from prefixkv.cache.spec import KVCacheSpec
 from prefixkv.config import CacheConfig
 from prefixkv.errors import ConfigError, UnsupportedModel
+from prefixkv.kv.calibration import PoolCalibration
 from prefixkv.kv.storage import KVStorage, plan_num_blocks
 from prefixkv.model.batch import Chunk, ForwardBatch
 from prefixkv.model.fused import FusedDecoder, NotFusable
@@ -50,6 +51,7 @@ class ModelRunner:
         decoder_refusal: Why it is not the fused one, or None.
         step_refusal: Why compiled kernels do not run its small steps, or None.
         self_test_error: What the self-test measured, in the unit of its tolerance.
+        calibration: What the pool was built with besides its format, or None.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class ModelRunner:
         shape: ModelShape,
         storage: KVStorage,
         choice: BackendChoice,
+        calibration: PoolCalibration | None = None,
     ) -> None:
         """Put the parts together; :meth:`build` makes them."""
+        self.calibration = calibration
         self.spec = storage.spec
         self.num_blocks = storage.num_blocks
         self.storage = storage
@@ -85,19 +89,26 @@ class ModelRunner:
 
         Raises:
             UnsupportedModel: If the model cannot be served exactly.
-            ConfigError: If not even one block fits in the memory, or the memory cannot be had.
+            ConfigError: If not even one block fits in the memory, the memory cannot be had, or the calibration is
+                malformed or was made for something else.
         """
         model = loaded.model
+        calibration = None
+        if cache.calibration is not None:
+            calibration = PoolCalibration.read(cache.calibration)
+            calibration.check_made_for(loaded.fingerprint.hex(), cache.kv_format)
         refuse_unsupported(model)
         attachment = Attachment(model)
         try:
             shape = observe(model)
             spec = KVCacheSpec(shape.layers, shape.dtype, cache.kv_format, cache.block_size)
+            if calibration is not None:
+                spec = calibration.applied(spec, biased=shape.softcap or shape.sinks)
             prepare_backends(loaded.device.type)
             choice = select_backend(shape.attention_spec(spec, loaded.device.type))
             num_blocks = plan_num_blocks(spec, cache.memory, loaded.device)
-            storage = _allocate(spec, num_blocks, loaded.device)
-            runner = cls(model, attachment, shape, storage, choice)
+            storage = _allocate(spec, num_blocks, loaded.device, calibration)
+            runner = cls(model, attachment, shape, storage, choice, calibration)
             runner._prove(loaded)
         except BaseException:
             attachment.detach()
@@ -110,6 +121,19 @@ class ModelRunner:
         if self._fused is None:
             return "stock"
         return "compiled" if self._fused.uses_kernels else "fused"
+
+    @property
+    def format(self) -> str:
+        """The pool's format, and what the calibration adds to it, in words."""
+        if self.calibration is None:
+            return self.spec.kv_format
+        return f"{self.spec.kv_format}, calibrated, {len(self.spec.raised)} heads raised"
+
+    @property
+    def pool_key(self) -> bytes:
+        """What decides the stored rows besides the model, as bytes."""
+        text = f"{self.spec.kv_format}|{self.spec.block_size}".encode()
+        return text if self.calibration is None else text + b"|" + self.calibration.digest
 
     def execute(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Compute one step; writes the rows of every chunk's tokens.
@@ -239,7 +263,7 @@ class ModelRunner:
         ids = list(range(sum(needed)))[::-1]
         tables = [ids[: needed[0]], ids[needed[0] :]]
         # What is proved here is the plumbing; what a format costs is measured by calibration, not by a tight bound.
-        storage = KVStorage(replace(self.spec, kv_format="model"), len(ids), self.storage.device)
+        storage = KVStorage(replace(self.spec, kv_format="model", raised=()), len(ids), self.storage.device)
         rows: list[list[torch.Tensor]] = [[] for _ in prompts]
         cuts = [len(prompt) // 2 for prompt in prompts]
         for starts, ends in (([0, 0], cuts), (cuts, [len(prompt) for prompt in prompts])):
@@ -258,9 +282,11 @@ class ModelRunner:
         return [torch.cat(parts) for parts in rows]
 
 
-def _allocate(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> KVStorage:
+def _allocate(
+    spec: KVCacheSpec, num_blocks: int, device: torch.device, calibration: PoolCalibration | None
+) -> KVStorage:
     try:
-        return KVStorage(spec, num_blocks, device)
+        return KVStorage(spec, num_blocks, device, None if calibration is None else calibration.offset_tensors())
     except (OSError, MemoryError, OverflowError, torch.OutOfMemoryError) as error:
         size = num_blocks * spec.bytes_per_block / 2**30
         raise ConfigError(f"CacheConfig.memory: {device} does not give {size:.1f} GiB; ask for less") from error

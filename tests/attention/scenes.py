@@ -8,7 +8,7 @@ import torch
 
 from prefixkv.attention.base import AttentionBackend, AttentionMetadata
 from prefixkv.attention.torch_ref import oracle_attention
-from prefixkv.cache.spec import KVCacheSpec, LayerSpec
+from prefixkv.cache.spec import KVCacheSpec, LayerSpec, RaisedHead
 from prefixkv.kv.storage import KVStorage
 from prefixkv.model.batch import Chunk, ForwardBatch
 
@@ -52,17 +52,23 @@ def scene(
     dims: tuple[int, int] = (32, 32),
     shared_blocks: int = 0,
     seed: int = 0,
+    raised: tuple[RaisedHead, ...] = (),
+    key_offsets: torch.Tensor | None = None,
+    subtracts: bool = False,
 ) -> Scene:
     """Random rows everywhere, also behind the sequences' ends; spans are (tokens in the pool, new tokens).
 
-    The first ``shared_blocks`` blocks are the same ones for all sequences.
+    The first ``shared_blocks`` blocks are the same ones for all sequences. Keys lie around
+    ``key_offsets``, which the pool subtracts or not.
     """
     needed = [-(-(start + length) // block_size) for start, length in spans]
     num_blocks = shared_blocks + sum(needed) + 1
-    storage = KVStorage(KVCacheSpec((LayerSpec(kv_heads, *dims),), dtype, kv_format, block_size), num_blocks, CPU)
+    spec = KVCacheSpec((LayerSpec(kv_heads, *dims),), dtype, kv_format, block_size, raised)
+    storage = KVStorage(spec, num_blocks, CPU, [key_offsets] if subtracts and key_offsets is not None else None)
     generator = torch.Generator().manual_seed(seed)
     total = num_blocks * block_size
-    k, v = (torch.randn(total, kv_heads, dim, generator=generator).to(storage.dtype) for dim in dims)
+    k, v = (torch.randn(total, kv_heads, dim, generator=generator) for dim in dims)
+    k, v = (k if key_offsets is None else k + key_offsets).to(storage.dtype), v.to(storage.dtype)
     storage.write(0, torch.arange(total), k, v)
     order = torch.randperm(num_blocks, generator=generator).tolist()
     common = [order.pop() for _ in range(shared_blocks)]

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from prefixkv import CacheConfig, Engine, EngineConfig
+from prefixkv.cache.spec import RaisedHead
 from prefixkv.cli import main
-from prefixkv.cli.calibrate import Source, read_sources, tokenise
+from prefixkv.cli.calibrate import Source, _account, read_sources, tokenise
 from prefixkv.errors import ConfigError, InvalidRequest
+from prefixkv.kv.calibration import PoolCalibration
 from prefixkv.model.load import LoadedModel, wrap
 from tests.support import byte_tokenizer, tiny_model
 
@@ -62,6 +65,42 @@ def test_it_measures_prints_and_writes(
     report = json.loads(out.read_text(encoding="utf-8"))
     assert [one["name"] for one in report["formats"]] == ["int8", "int4"]
     assert report["prompts"] == 2
+
+
+def test_it_writes_a_calibration_that_an_engine_loads(
+    tmp_path: Path, small_model: list[Any], loaded: LoadedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last lines say what was written and how to use it; what they say works."""
+    prompts = written(tmp_path / "p.jsonl", {"text": "Once upon a time there was"}, chat("Which?", "That one."))
+    out = tmp_path / "c.json"
+    assert main(["calibrate", str(prompts), "--formats", "int8", "--write", str(out), "--for", "k4v8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "measuring int8, k4v8 on 2 prompts of 62 tokens together" in lines
+    assert [line.split()[0] for line in lines if line.startswith(("int8 ", "k4v8"))] == ["int8", "k4v8", "k4v8*"] * 2
+    made = PoolCalibration.read(out)
+    assert (made.kv_format, made.fingerprint) == ("k4v8", loaded.fingerprint.hex())
+    assert lines[-2] == f"wrote {out} (measured as k4v8*): the mean key of every head; 0 heads raised"
+    assert lines[-1] == f"use it: CacheConfig(kv_format='k4v8', calibration='{out}')"
+    cache = CacheConfig(kv_format="k4v8", calibration=str(out), memory="1MiB")
+    with Engine(loaded.model, loaded.tokenizer, config=EngineConfig(cache=cache)) as engine:
+        assert "format k4v8, calibrated, 0 heads raised; " in engine.describe()
+
+
+def test_int4_is_calibrated_unless_another_format_is_named(
+    tmp_path: Path, small_model: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = written(tmp_path / "p.jsonl", {"text": "Once upon a time there was"})
+    assert main(["calibrate", str(prompts), "--formats", "int4", "--write", str(tmp_path / "c.json")]) == 0
+    assert "(measured as int4*)" in capsys.readouterr().out
+    assert PoolCalibration.read(tmp_path / "c.json").kv_format == "int4"
+
+
+def test_raised_heads_are_named() -> None:
+    made = PoolCalibration("ab", "int8", (RaisedHead(0, 1, "model"), RaisedHead(2, 0, "model")), None)
+    assert _account(made, "c.json").splitlines()[0] == (
+        "wrote c.json (measured as int8*): no mean keys; 2 heads raised: "
+        "layer 0 head 1 to model, layer 2 head 0 to model"
+    )
 
 
 def test_chats_are_rendered_as_the_engine_renders_them(tmp_path: Path, loaded: LoadedModel) -> None:
@@ -167,6 +206,11 @@ def test_no_prompts_and_no_file_are_told_apart(tmp_path: Path) -> None:
         (["--max-tokens", "16"], "--max-tokens 16"),
         (["--json", "no/such/folder/x.json"], "--json"),
         (["--json", "."], "--json"),
+        (["--write", "no/such/folder/x.json"], "--write"),
+        (["--write", "."], "--write"),
+        (["--for", "int4"], "--for int4: needs --write"),
+        (["--write", "x.json", "--for", "model"], "--for model: give one of int8"),
+        (["--write", "x.json", "--for", "int3"], "--for int3"),
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_is_loaded(

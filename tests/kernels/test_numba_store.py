@@ -71,6 +71,28 @@ def test_the_kernel_writes_what_the_codec_writes(
         assert (off > 0.005).double().mean() < 0.02
 
 
+@pytest.mark.parametrize("dtype", sorted(TORCH_DTYPES))
+@pytest.mark.parametrize(("kv_format", "dim"), [("int4", 64), ("k4v8", 40), ("int4", 24)])
+def test_offsets_are_subtracted_as_the_torch_writer_does(kv_format: str, dim: int, dtype: str) -> None:
+    """Each head its own; values and rows nobody wrote are left alone."""
+    spec = KVCacheSpec((LayerSpec(3, dim, 32),), dtype, kv_format, 7)
+    generator = torch.Generator().manual_seed(0)
+    away = torch.randn(3, dim, generator=generator) * 20
+    ours, oracle = (KVStorage(spec, 8, "cpu", [away]) for _ in range(2))
+    slots = torch.randperm(56, generator=generator)[:40]
+    k = (torch.randn(40, 3, dim, generator=generator) + away).to(ours.dtype)
+    v = torch.randn(40, 3, 32, generator=generator).to(ours.dtype)
+    NumbaWriter(ours).write(0, slots, k, v)
+    TorchWriter(oracle).write(0, slots, k, v)
+    if kv_format == "k4v8":
+        assert all(map(torch.equal, ours.layers[0].value, oracle.layers[0].value))
+    got, want = (storage.gather(0, torch.arange(8)[None])[0][0].float() for storage in (ours, oracle))
+    off = (got - want).abs()
+    assert off.max() <= 0.6 and (off > 0.03).double().mean() < 0.02
+    exact = (k.float() - away).transpose(0, 1)
+    assert (got[:, slots] - exact).abs().mean() < 0.15 < exact.abs().mean()
+
+
 @pytest.mark.parametrize("value", [65504.0, 65519.9, 65520.0, 1e30, 6e-8, 3e-8, 2.9e-8, 6.1e-5, 1.0004883, 1.0014648])
 def test_scales_round_to_float16_as_torch_rounds(value: float) -> None:
     """Ties, subnormal numbers and the end of the range."""

@@ -14,7 +14,7 @@ from prefixkv.cache.spec import KVCacheSpec, LayerSpec
 from prefixkv.errors import ConfigError, IntegrityError, InvalidRequest, UnsupportedModel
 from prefixkv.kv.storage import KVStorage
 from prefixkv.measure.calibration import FormatQuality
-from prefixkv.model import calibrate as module
+from prefixkv.model import meters as module
 from prefixkv.model.batch import Chunk, ForwardBatch
 from prefixkv.model.calibrate import CalibrationReport, calibrate
 from prefixkv.model.hook import Attachment, PoolStep, active_step, layer_index, score_scaling
