@@ -3,7 +3,7 @@
 Claim: on a CPU, chat traffic that shares its prompts is answered sooner and faster than by the engines people use now.
 
 Every engine runs in a process of its own, under a Python of its own if it needs one, and they take turns: a few
-requests each, so that what slows the machine slows all. Each turn begins with a request that does not count. An engine
+requests each, so that what reusings the machine reusings all. Each turn begins with a request that does not count. An engine
 that is not installed is left out, with a line.
 
 Measured, always from outside the engine, tokenising included, greedy:
@@ -255,11 +255,11 @@ def measure(peers: list[Peer], rounds: int, note: Callable[[str], None]) -> dict
         found[figure] = values
         note(figure + ": " + ", ".join(f"{k} {statistics.median(v) * 1000:.1f} ms" for k, v in values.items()))
 
-    slow = [peer for peer in peers if peer.name != "transformers"]  # without reuse, minutes for the same answer
-    keep("first_token_static", in_turns(slow, {p.name: static for p in slow}))
-    ours = {p.name: late(dynamic) if p.name == "prefixkv" else dynamic for p in slow}
-    keep("first_token_dynamic", in_turns(slow, ours))
-    keep("first_token_dynamic_late", in_turns(slow, {p.name: renamed(late(dynamic), 0) for p in slow}))
+    reusing = [peer for peer in peers if peer.name != "transformers"]  # it would take minutes, having no reuse
+    keep("first_token_static", in_turns(reusing, {p.name: static for p in reusing}))
+    ours = {p.name: late(dynamic) if p.name == "prefixkv" else dynamic for p in reusing}
+    keep("first_token_dynamic", in_turns(reusing, ours))
+    keep("first_token_dynamic_late", in_turns(reusing, {p.name: renamed(late(dynamic), 0) for p in reusing}))
     prefills: dict[str, list[float]] = {peer.name: [] for peer in peers}
     for turn in range(rounds + 1):
         for number, peer in enumerate(peers):
@@ -269,17 +269,18 @@ def measure(peers: list[Peer], rounds: int, note: Callable[[str], None]) -> dict
                 prefills[peer.name].append(seconds)
     keep("prefill", prefills)
     for count in (1, 8, 16):
-        steps: dict[str, list[float]] = {peer.name: [] for peer in peers}
+        able = peers if count == 1 else reusing
+        steps: dict[str, list[float]] = {peer.name: [] for peer in able}
         for turn in range(rounds + 1):
-            for peer in peers:
+            for peer in able:
                 peer.wake(static[:count])
                 one, many = (peer.run(static[:count], tokens) for tokens in (1, 33))
                 if turn:
                     steps[peer.name].append((many - one) / 32)
         keep(f"decode_{count}", steps)
-    batches: dict[str, list[float]] = {peer.name: [] for peer in slow}
+    batches: dict[str, list[float]] = {peer.name: [] for peer in reusing}
     for turn in range(2):
-        for peer in slow:
+        for peer in reusing:
             peer.wake([unique_prompt(turn, words=20)])
             batches[peer.name].append(peer.run(renamed(static, turn + 1), 32))
     keep("batch", batches)

@@ -87,8 +87,7 @@ def calibrate_pool(
     usable = _usable(prompts, loaded)
     with _attached(loaded) as shape:
         plain.check(shape)
-        progress(f"looking for what {kv_format} loses")
-        made = _Calibration(loaded, shape, ()).made_for(usable, kv_format)
+        made = _Calibration(loaded, shape, ()).made_for(usable, kv_format, progress)
         report = _Calibration(loaded, shape, [*ways, StoredRows(kv_format, made)]).run(usable, len(prompts), progress)
     return report, made
 
@@ -169,18 +168,20 @@ class _Calibration:
             outliers=_outliers(self._heads, [way.name for way in self._ways]),
         )
 
-    def made_for(self, prompts: Sequence[Sequence[int]], kv_format: str) -> PoolCalibration:
-        """Return the calibration of a pool: two forwards per prompt."""
+    def made_for(
+        self, prompts: Sequence[Sequence[int]], kv_format: str, progress: Callable[[str], None]
+    ) -> PoolCalibration:
+        """Return the calibration of a pool: a forward per prompt for the means, and one for the heads."""
         bits = KV_LAYOUTS[kv_format][0].bits
         offsets = None
         if bits == 4 and not (self._shape.softcap or self._shape.sinks):
             means = KeyMeans(self._shape.layers)
-            self._show(prompts, means)
+            self._show(prompts, means, lambda line: progress(f"mean keys: {line}"))
             offsets = rounded_offsets(means.means())
         unraised = PoolCalibration(self._loaded.fingerprint.hex(), kv_format, (), offsets)
         moved, eight = StoredRows(kv_format, unraised), StoredRows("int8")
         heads = HeadMeter(self._shape, (moved, eight))
-        self._show(prompts, heads)
+        self._show(prompts, heads, lambda line: progress(f"outlier heads: {line}"))
         errors = heads.errors()
         own, others = (
             find_outliers([(one.layer, one.kv_head, one.key) for one in errors if one.format == name], of)
@@ -191,12 +192,13 @@ class _Calibration:
         raised = tuple(RaisedHead(*head, "model" if head in lost else "int8") for head in named)
         return PoolCalibration(unraised.fingerprint, kv_format, raised, offsets)
 
-    def _show(self, prompts: Sequence[Sequence[int]], meter: Meter) -> None:
+    def _show(self, prompts: Sequence[Sequence[int]], meter: Meter, progress: Callable[[str], None]) -> None:
         """Let a meter see the attention calls of all prompts."""
-        for prompt in prompts:
+        for i, prompt in enumerate(prompts):
             ids = torch.tensor([list(prompt[: self._loaded.max_context])], device=self._loaded.device)
             rows = torch.tensor([ids.shape[1] - 1], device=ids.device)
             self._logits(ids, rows, _CodecStep(self._shape.windows, None, meter))
+            progress(f"prompt {i + 1} of {len(prompts)}")
 
     def _measure(self, prompt: list[int]) -> None:
         device = self._loaded.device

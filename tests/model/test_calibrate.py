@@ -77,7 +77,7 @@ def test_a_planted_outlier_head_is_found_and_named(layer: int, head: int, channe
     assert [(one.layer, one.kv_head, one.bits) for one in report.outliers] == [(layer, head, 4), (layer, head, 8)]
     named = {(one.format, one.layer, one.kv_head): one for one in report.heads}
     assert report.outliers[0].error == named["int4", layer, head].key
-    assert report.outliers[1].times_median > 5
+    assert report.outliers[1].times_median > 3  # turned by a Hadamard matrix, which hides the rest
 
 
 Rows = tuple[torch.Tensor, torch.Tensor]
