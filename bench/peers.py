@@ -3,7 +3,7 @@
 Claim: on a CPU, chat traffic that shares its prompts is answered sooner and faster than by the engines people use now.
 
 Every engine runs in a process of its own, under a Python of its own if it needs one, and they take turns: a few
-requests each, so that what reusings the machine reusings all. Each turn begins with a request that does not count. An engine
+requests each, so that what slows the machine slows all. Each turn begins with a request that does not count. An engine
 that is not installed is left out, with a line.
 
 Measured, always from outside the engine, tokenising included, greedy:

@@ -19,7 +19,7 @@ from prefixkv.kv.formats import hadamard
 
 __all__ = ["MIN_QUERIES", "attend_chunk", "flash_attention"]
 
-MIN_QUERIES = 48
+MIN_QUERIES = 128
 """Queries of a chunk from which on the products save more than decoding costs."""
 
 _PIECE = 256
