@@ -306,6 +306,8 @@ def write_readme(record: dict[str, Any]) -> None:
     names = sorted({name for values in medians.values() for name in values}, key=list(ENGINES).index)
     machine = record["machine"]
     lines = [
+        "## How fast",
+        "",
         f"Written by `{record['command']}` on {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
         f"{record['date']}: medians, SmolLM2-135M-Instruct in bfloat16, our pool `{record['format']}`. Engines took "
         "turns on the same requests, each in a process of its own. The last column is ours over the best other.",

@@ -154,24 +154,24 @@ def test_long_chunks_of_bfloat16_take_the_products(kv_format: str) -> None:
 
     if flash_attention() is None:
         pytest.skip("this processor or this torch has no 16-bit products")
-    case = scene([(0, 50), (300, 1), (70, 280)], kv_format=kv_format, dtype="bfloat16", dims=(64, 64), seed=1)
+    case = scene([(0, 130), (300, 1), (70, 280)], kv_format=kv_format, dtype="bfloat16", dims=(64, 64), seed=1)
     got = attend(case)
     (step,) = (value for key, value in case.meta.scratch.items() if key[0] == "numba")
-    assert [chunk[1:] for chunk in step.chunks] == [(0, 0, 50), (2, 51, 331)]
+    assert [chunk[1:] for chunk in step.chunks] == [(0, 0, 130), (2, 131, 411)]
     torch.testing.assert_close(got.float(), case.oracle(), atol=0.03, rtol=0.03)
 
 
 @pytest.mark.parametrize("change", [{"softcap": 5.0}, {"sinks": True}, {"window": 90}])
 def test_what_the_products_do_not_know_goes_to_the_kernel(change: dict[str, Any]) -> None:
     """A window, a softcap and sinks, over chunks long enough for the other way."""
-    case = scene([(70, 60), (0, 64)], dtype="bfloat16", dims=(64, 64))
+    case = scene([(70, 140), (0, 130)], dtype="bfloat16", dims=(64, 64))
     torch.testing.assert_close(attend(case, **change).float(), case.oracle(**change), atol=0.03, rtol=0.03)
 
 
 def test_without_the_private_operator_the_kernel_does_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch may drop it any day."""
     monkeypatch.setattr("prefixkv.attention.cpu_chunk.flash_attention", lambda: None)
-    case = scene([(70, 60)], dtype="bfloat16", dims=(64, 64))
+    case = scene([(70, 140)], dtype="bfloat16", dims=(64, 64))
     torch.testing.assert_close(attend(case).float(), case.oracle(), atol=0.03, rtol=0.03)
 
 
@@ -210,7 +210,7 @@ def test_shared_blocks_are_read_once() -> None:
 
 def test_the_visible_length_belongs_to_the_token() -> None:
     """Tokens of one chunk may see fewer rows than their position says, as behind a patched span."""
-    case = scene([(10, 4), (300, 1), (280, 60)], dtype="bfloat16", dims=(64, 64))
+    case = scene([(10, 4), (300, 1), (280, 140)], dtype="bfloat16", dims=(64, 64))
     visible = [3, 14, 5, 9, 257, *(200 + i for i in range(60))]
     meta = replace(case.meta, visible_host=tuple(visible), visible_tokens=torch.tensor(visible))
     case = Scene(case.storage, meta, case.q)

@@ -17,7 +17,9 @@ PROMPT = random_ids(41, 5)
 
 def make(arch: str = "llama", block_size: int = 8, memory: str = "2MiB", dtype: str = "float32") -> ModelRunner:
     model = tiny_model(arch).to(getattr(torch, dtype))
-    return ModelRunner.build(wrap(model, byte_tokenizer()), CacheConfig(memory=memory, block_size=block_size))
+    return ModelRunner.build(
+        wrap(model, byte_tokenizer()), CacheConfig(kv_format="model", memory=memory, block_size=block_size)
+    )
 
 
 @pytest.mark.parametrize("arch", sorted(SERVED))
@@ -26,7 +28,9 @@ def test_greedy_tokens_equal_generate(arch: str) -> None:
     model = tiny_model(arch)
     want = stock_greedy(model, PROMPT, 16)
     assert len(set(want)) > 4  # else the comparison would say little
-    runner = ModelRunner.build(wrap(model, byte_tokenizer()), CacheConfig(memory="2MiB", block_size=8))
+    runner = ModelRunner.build(
+        wrap(model, byte_tokenizer()), CacheConfig(kv_format="model", memory="2MiB", block_size=8)
+    )
     table, other = [17, 3, 11, 0, 8, 14, 2, 5], [1, 4, 6, 7, 9, 10]
     assert pooled_greedy(runner, PROMPT, 16, chunk=64, table=table) == want
     for chunk in (1, 7, 16):
@@ -130,7 +134,7 @@ def test_the_demo_model_gives_stock_tokens() -> None:
         return_dict=False,
     )
     want = stock_greedy(loaded.model, ids, 24)
-    runner = ModelRunner.build(loaded, CacheConfig(memory="64MiB", block_size=32))
+    runner = ModelRunner.build(loaded, CacheConfig(kv_format="model", memory="64MiB", block_size=32))
     table = [5, 1, 7, 3]
     assert pooled_greedy(runner, ids, 24, chunk=512, table=table) == want
     assert pooled_greedy(runner, ids, 24, chunk=13, table=table, stranger=(PROMPT, [0, 2])) == want
