@@ -211,7 +211,7 @@ def test_shared_blocks_are_read_once() -> None:
 def test_the_visible_length_belongs_to_the_token() -> None:
     """Tokens of one chunk may see fewer rows than their position says, as behind a patched span."""
     case = scene([(10, 4), (300, 1), (280, 140)], dtype="bfloat16", dims=(64, 64))
-    visible = [3, 14, 5, 9, 257, *(200 + i for i in range(60))]
+    visible = [3, 14, 5, 9, 257, *(200 + i for i in range(140))]
     meta = replace(case.meta, visible_host=tuple(visible), visible_tokens=torch.tensor(visible))
     case = Scene(case.storage, meta, case.q)
     torch.testing.assert_close(attend(case).float(), case.oracle(), atol=0.03, rtol=0.03)
