@@ -83,7 +83,7 @@ def run_layers(
         factors, groups, tokens, room.stream.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], room.scratch,
         room.scratch_bytes, room.threads, room.q.data_ptr(), room.k.data_ptr(), room.v.data_ptr(),
         room.inner.data_ptr(), room.attended.data_ptr(), item_function().address, attend_scratch,
-        view.scratch_bytes, partial,
+        view.scratch_bytes, partial, _NO_SINKS,
     )  # fmt: skip
     if refused:
         raise IndexError(f"{refused} of {tokens} rows lie outside the pool")
@@ -146,7 +146,7 @@ def _build_layers(sources: str) -> Any:
         weights: Any, views: Any, num_rows: Any, slots: Any, plans: Any, plan_tokens: Any, plan_of: Any, factors: Any,
         groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any, scratch_bytes: Any,
         threads: Any, q: Any, k: Any, v: Any, inner_pairs: Any, attended: Any, item: Any, attend_scratch: Any,
-        attend_bytes: Any, partial: Any
+        attend_bytes: Any, partial: Any, sinks: Any
     ) -> Any:  # fmt: skip
         refused = 0
         for layer in range(weights.shape[0] if sources else 0):
@@ -158,7 +158,7 @@ def _build_layers(sources: str) -> Any:
             _attend(
                 item, np.int64(view.ctypes.data), plan[0], plan[1], plan[2], plan[3], plan_tokens[kind], partial,
                 attend_scratch, attend_bytes, threads, f[KV_HEADS], f[HEADS], f[DIM], q, at.BF16, factors[layer],
-                np.float32(0.0), _NO_SINKS, attended,
+                np.float32(0.0), sinks, attended,
             )  # fmt: skip
             _add_attention(f, groups, tokens, x, scratch, scratch_bytes, threads, attended)
             _widen(f, groups, x, inner_pairs, scratch, scratch_bytes, threads)

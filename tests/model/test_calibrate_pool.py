@@ -226,6 +226,7 @@ def test_a_calibration_of_another_model_or_shape_is_refused_and_the_model_releas
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_the_demo_models_int4_loses_less_with_a_calibration(data_dir: Path) -> None:
     """Loose guards, on prompts that it was not made from."""
     loaded = demo_loaded()
