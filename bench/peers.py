@@ -365,6 +365,12 @@ def start_seconds(name: str, python: str, model: str, options: dict[str, Any]) -
         peer.close()
 
 
+def command_of(options: argparse.Namespace) -> str:
+    """Return the command without the paths of this machine."""
+    peers = (" --openvino PYTHON OV_FOLDER" if options.openvino else "") + (" --vllm PYTHON" if options.vllm else "")
+    return f"python bench/peers.py MODEL_FOLDER{peers} --rounds {options.rounds} --starts {options.starts} --readme"
+
+
 def write_demo(folder: Path) -> None:
     """Write the demo model for engines that load a folder."""
     sys.path.insert(0, str(HERE.parent.parent))
@@ -421,7 +427,7 @@ def main() -> None:
             peer.close()
     found["start"] = {name: [s for s in seconds if s is not None] for name, seconds in starts.items()}
     record = {
-        "command": " ".join(["python", "bench/peers.py", *sys.argv[1:]]),
+        "command": command_of(options),
         "machine": describe_machine(),
         "date": datetime.now(UTC).date().isoformat(),
         "format": options.format,
