@@ -13,7 +13,7 @@ Measured, always from outside the engine, tokenising included, greedy:
   the others make of that prompt is measured as well, as dynamic_late.
 * batch: all requests at once, 32 tokens each.
 * decode_N: milliseconds per step of the first N requests of the static load: 33 tokens minus 1 token, over 32.
-* prefill: a prompt of 1,000 tokens that nothing shares.
+* prefill: a prompt of about 1,150 tokens that nothing shares.
 * start: from the start of the process to a first token; each was started once before.
 
 Run: python bench/peers.py MODEL_FOLDER --openvino PYTHON OV_FOLDER --vllm PYTHON
@@ -235,7 +235,7 @@ def renamed(load: list[dict[str, Any]], run: int) -> list[dict[str, Any]]:
 
 
 def unique_prompt(seed: int, words: int = 560) -> dict[str, Any]:
-    """Return a request of about 1,000 tokens that shares nothing with any other."""
+    """Return a request that shares nothing with any other; 560 words are about 1,150 tokens."""
     from chat_load import load
 
     pool = load(dynamic=False)[0]["messages"][0]["content"].split()
@@ -291,7 +291,7 @@ FIGURES = {
     "first_token_static": ("time to first token, prompts that share a system prompt", "ms"),
     "first_token_dynamic": ("the same, a clock on the first line; ours late-bound", "ms"),
     "first_token_dynamic_late": ("the same, the clock late-bound for all", "ms"),
-    "prefill": ("1,000 new tokens", "ms"),
+    "prefill": ("a prompt of about 1,150 new tokens", "ms"),
     "decode_1": ("decode step, 1 sequence of about 1,000 tokens", "ms"),
     "decode_8": ("decode step, 8 sequences", "ms"),
     "decode_16": ("decode step, 16 sequences", "ms"),
