@@ -12,7 +12,7 @@ from prefixkv.attention.cpu import NumbaBackend
 from prefixkv.attention.torch_ref import TorchBackend
 from prefixkv.errors import UnsupportedModel
 
-__all__ = ["BackendChoice", "backends_compile", "kernels_ready", "prepare_backends", "select_backend"]
+__all__ = ["BackendChoice", "prepare_backends", "select_backend"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,6 @@ def prepare_backends(device_type: str) -> None:
             from prefixkv.kernels.readiness import prepare
 
             prepare()
-
-
-def backends_compile() -> bool:
-    """Return whether a backend that was refused may be ready later; changes nothing."""
-    from prefixkv.kernels.readiness import is_waiting
-
-    return is_waiting()
-
-
-def kernels_ready() -> bool:
-    """Return whether compiled kernels can be called; changes nothing."""
-    from prefixkv.kernels.readiness import refusal
-
-    return refusal() is None
 
 
 def select_backend(spec: AttentionSpec, candidates: Sequence[AttentionBackend] | None = None) -> BackendChoice:

@@ -12,10 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from prefixkv.attention.base import AttentionBackend
-from prefixkv.attention.select import BackendChoice, backends_compile, kernels_ready, prepare_backends, select_backend
+from prefixkv.attention.select import BackendChoice, prepare_backends, select_backend
 from prefixkv.cache.spec import KVCacheSpec
 from prefixkv.config import CacheConfig
 from prefixkv.errors import ConfigError, UnsupportedModel
+from prefixkv.kernels import readiness
 from prefixkv.kv.calibration import PoolCalibration
 from prefixkv.kv.storage import KVStorage, plan_num_blocks
 from prefixkv.model.batch import Chunk, ForwardBatch
@@ -78,7 +79,7 @@ class ModelRunner:
         self._attachment = attachment
         self._shape = shape
         self._backend: AttentionBackend = choice.backend
-        self._awaits_backend = backends_compile()
+        self._awaits_backend = readiness.is_waiting()
         self._proof: _Proof | None = None
 
     @classmethod
@@ -148,7 +149,7 @@ class ModelRunner:
         Raises:
             IntegrityError: If a block table does not fit its chunk or the model skipped a layer.
         """
-        if self._awaits_backend and not backends_compile():
+        if self._awaits_backend and not readiness.is_waiting():
             self._change_backend()
         batch = ForwardBatch.build(
             chunks, block_size=self.spec.block_size, num_blocks=self.num_blocks, device=self.storage.device
@@ -201,7 +202,7 @@ class ModelRunner:
 
     def _use_kernels(self, proof: _Proof) -> None:
         """Let compiled kernels run the fused decoder's small steps, if they are ready and pass the self-test."""
-        if self._fused is None or not kernels_ready():
+        if self._fused is None or readiness.refusal() is not None:
             return
         self.step_refusal = self._fused.use_kernels()
         if self.step_refusal is None:

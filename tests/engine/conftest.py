@@ -13,6 +13,17 @@ from tests.support import byte_tokenizer, tiny_model
 MakeEngine = Callable[..., Engine]
 
 
+@pytest.fixture(params=["numba", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run with the compiled kernels, and as on a machine without numba."""
+    if request.param == "numba":
+        pytest.importorskip("numba", reason="the extra `cpu` is not installed")
+    else:
+        monkeypatch.setattr("prefixkv.attention.cpu.find_spec", lambda name: None)
+        monkeypatch.setattr("prefixkv.kv.writer.find_spec", lambda name: None)
+    yield request.param
+
+
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
     """Make engines that are checked and closed when the test ends; by default what they store is exact."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,6 @@ from tests.support import byte_tokenizer, random_ids, tiny_model
 
 SAMPLING = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 HEADS = [{"layer": 0, "kv_head": 1, "kv_format": "int8"}, {"layer": 1, "kv_head": 0, "kv_format": "model"}]
-
-
-@pytest.fixture(params=["numba", "torch"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run with the compiled kernels, and as on a machine without numba."""
-    if request.param == "numba":
-        pytest.importorskip("numba", reason="the extra `cpu` is not installed")
-    else:
-        monkeypatch.setattr("prefixkv.attention.cpu.find_spec", lambda name: None)
-        monkeypatch.setattr("prefixkv.kv.writer.find_spec", lambda name: None)
-    yield request.param
 
 
 def file_for(model: Any, folder: Path, kv_format: str = "int4") -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,17 +25,6 @@ def make(arch: str, kv_format: str, **model: Any) -> Engine:
             debug=True,
         ),
     )
-
-
-@pytest.fixture(params=["numba", "torch"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run with the compiled kernels, and as on a machine without numba."""
-    if request.param == "numba":
-        pytest.importorskip("numba", reason="the extra `cpu` is not installed")
-    else:
-        monkeypatch.setattr("prefixkv.attention.cpu.find_spec", lambda name: None)
-        monkeypatch.setattr("prefixkv.kv.writer.find_spec", lambda name: None)
-    yield request.param
 
 
 @pytest.mark.parametrize("kv_format", sorted(KV_LAYOUTS))
