@@ -1,8 +1,9 @@
 """Attention on a CPU over the pool as it is stored, by kernels that numba compiles on this machine.
 
 Decodes, short chunks, and whatever needs a window, a softcap, sinks or visible lengths go to one kernel that reads the
-quantised rows in place. A long plain chunk is bound by multiplications, not by bytes: its rows are decoded once, and
-torch's 16-bit products do the rest, the part before the chunk and the chunk itself apart.
+quantised rows in place. A long plain chunk is bound by multiplications, not by bytes: where the kernel has no matrix
+unit to do them with, the chunk's rows are decoded once, and torch's 16-bit products do the rest, the part before the
+chunk and the chunk itself apart.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ class NumbaBackend:
         plain = softcap is None and sinks is None and q.dtype == torch.bfloat16 and shape.key_dim == shape.value_dim
         key = (self.name, window, group, plain)
         step: _Step | None = meta.scratch.get(key)
-        if step is None:
-            step = meta.scratch[key] = _plan(meta, storage, window, group, plain)
         view = layer_view(storage, layer, group)
+        if step is None:
+            step = meta.scratch[key] = _plan(meta, storage, window, group, plain and not view.matrix)
         q = q.contiguous()
         out = q.new_empty(q.shape[0], heads, shape.value_dim)
         for flash, seq, start, end in step.chunks:

@@ -21,15 +21,15 @@ __all__ = ["plan_step"]
 SPLIT_ROWS = 256
 """Rows per item of a decode. Fewer would cost more merging, more would leave threads without work at batch 1."""
 
-_CHUNK_ITEMS = 32
-"""Items that a chunk is cut into at most before its cuts move apart: every cut costs a partial result per query."""
+_CHUNK_ITEMS = 8
+"""Items that a chunk is cut into at most before its cuts move apart: each cut prepares and merges all queries again."""
 
 
 class _Builder:
     """Collects items and the partial results of each token."""
 
     def __init__(self) -> None:
-        self.items: list[tuple[int, int, int, int, int]] = []
+        self.items: list[tuple[int, int, int, int, int, bool]] = []
         self.queries: list[tuple[int, int, int, int]] = []
         self.tokens: list[tuple[int, int, int]] = []
         self.num_slots = 0
@@ -41,11 +41,13 @@ class _Builder:
         self.num_slots += pieces
         return first
 
-    def add_item(self, seq: int, members: Sequence[tuple[int, int, int, int]], start: int, end: int) -> None:
+    def add_item(
+        self, seq: int, members: Sequence[tuple[int, int, int, int]], start: int, end: int, *, is_chunk: bool
+    ) -> None:
         """Add rows ``start`` to ``end`` of a sequence's blocks for members (token, slot, seen from, seen to)."""
         first = max(start, min(low for _, _, low, _ in members) // ROWS * ROWS)
         last = min(end, max(high for _, _, _, high in members))
-        self.items.append((seq, first, last, len(self.queries), len(members)))
+        self.items.append((seq, first, last, len(self.queries), len(members), is_chunk))
         self.queries.extend(members)
 
 
@@ -77,11 +79,11 @@ def plan_step(
             some = members[at : at + together]
             # Any member's table will do that reaches as far as the furthest: between the cuts they are the same.
             reader = max(some, key=lambda member: member[1][3])[0]
-            builder.add_item(reader, [fields for _, fields in some], cut, cut + SPLIT_ROWS)
+            builder.add_item(reader, [fields for _, fields in some], cut, cut + SPLIT_ROWS, is_chunk=False)
     # The longest first: threads that take what is left over then end at about the same time.
     builder.items.sort(key=lambda item: (item[1] - item[2]) * (8 + item[4] * group))
     return AttendPlan(
-        items=np.array(builder.items, np.int64).reshape(-1, 5),
+        items=np.array(builder.items, np.int64).reshape(-1, 6),
         queries=np.array(builder.queries, np.int64).reshape(-1, 4),
         tokens=np.array(builder.tokens, np.int64).reshape(-1, 3),
         tables=meta.block_table.numpy(),
@@ -130,4 +132,4 @@ def _add_chunk(
         slots = [builder.add_token(token, len(cuts)) for token in pack]
         for i, cut in enumerate(cuts):
             members = [(t, slot + i, low, high) for t, slot, (low, high) in zip(pack, slots, seen, strict=True)]
-            builder.add_item(seq, members, cut, cut + split)
+            builder.add_item(seq, members, cut, cut + split, is_chunk=True)

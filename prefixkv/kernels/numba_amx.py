@@ -63,7 +63,7 @@ TOKENS = 16
 _I64, _VOID, _BYTES = ir.IntType(64), ir.VoidType(), I8.as_pointer()
 _FLOATS, _INTS = vector(F32, TOKENS), vector(I32, TOKENS)
 _ROW = TOKENS * 4
-_TILE_BYTES = 1024
+TILE_BYTES = 1024
 _LOG2_E = 1.4426950408889634
 
 _config = np.zeros(64, np.uint8)
@@ -89,23 +89,23 @@ def refuse_amx() -> str | None:
     return None
 
 
-def _call(b: ir.IRBuilder, name: str, *args: Any) -> None:
+def amx(b: ir.IRBuilder, name: str, *args: Any) -> None:
     kinds = [arg.type for arg in args]
     b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(_VOID, kinds), f"llvm.x86.{name}"), args)
 
 
-def _pointer(b: ir.IRBuilder, address: Any) -> Any:
+def pointer(b: ir.IRBuilder, address: Any) -> Any:
     return b.inttoptr(address, _BYTES)
 
 
 def _emit_begin(b: ir.IRBuilder, config: Any, former: Any) -> None:
     """Set the tiles up; what they were set up for before, by torch's own kernels, goes to 64 bytes at ``former``."""
-    _call(b, "sttilecfg", _pointer(b, former))
-    _call(b, "ldtilecfg", _pointer(b, config))
+    amx(b, "sttilecfg", pointer(b, former))
+    amx(b, "ldtilecfg", pointer(b, config))
 
 
 def _emit_end(b: ir.IRBuilder, former: Any) -> None:
-    _call(b, "ldtilecfg", _pointer(b, former))
+    amx(b, "ldtilecfg", pointer(b, former))
 
 
 def _emit_product(
@@ -139,10 +139,10 @@ def _emit_product(
 
         return emit
 
-    _in_twos(b, tiles, lambda first, height: _in_twos(b, groups, columns(first, height)))
+    in_twos(b, tiles, lambda first, height: in_twos(b, groups, columns(first, height)))
 
 
-def _in_twos(b: ir.IRBuilder, count: Any, emit: Callable[[Any, int], None]) -> None:
+def in_twos(b: ir.IRBuilder, count: Any, emit: Callable[[Any, int], None]) -> None:
     """Emit ``emit(first, 2)`` for every two of ``count``, then ``emit(last, 1)`` if one is left."""
     twos = b.udiv(count, count.type(2))
     with repeat(b, twos) as two:
@@ -167,20 +167,20 @@ def _emit_tiles(
         width: 1 or 2.
     """
     for i in range(height * width):
-        _call(b, "tilezero", I8(i))
+        amx(b, "tilezero", I8(i))
     with repeat(b, steps) as step:
         for group in range(width):
-            pairs = offset(b, x[0], (step, _TILE_BYTES), (group, x[1]))
-            _call(b, "tileloadd64", I8(6 + group), _pointer(b, pairs), _I64(64))
+            pairs = offset(b, x[0], (step, TILE_BYTES), (group, x[1]))
+            amx(b, "tileloadd64", I8(6 + group), pointer(b, pairs), _I64(64))
         for i in range(height):
             rows = offset(b, w[0], (step, 64), (w[1], 16 * i))
-            _call(b, "tileloadd64", I8(4 + i), _pointer(b, rows), w[1])
+            amx(b, "tileloadd64", I8(4 + i), pointer(b, rows), w[1])
             for group in range(width):
-                _call(b, "tdpbf16ps", I8(group * height + i), I8(4 + i), I8(6 + group))
+                amx(b, "tdpbf16ps", I8(group * height + i), I8(4 + i), I8(6 + group))
     for group in range(width):
         for i in range(height):
-            place = offset(b, out[0], (group, out[1]), (i, _TILE_BYTES))
-            _call(b, "tilestored64", I8(group * height + i), _pointer(b, place), _I64(64))
+            place = offset(b, out[0], (group, out[1]), (i, TILE_BYTES))
+            amx(b, "tilestored64", I8(group * height + i), pointer(b, place), _I64(64))
 
 
 def _const(b: ir.IRBuilder, value: float | int) -> Any:

@@ -15,18 +15,40 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import njit, prange
 
 from prefixkv.kernels import numba_layout as at
+from prefixkv.kernels.numba_amx_item import matrix_item_function
 from prefixkv.kernels.numba_build import compiled, sources_digest, use_threads
 from prefixkv.kernels.numba_dots import EXP2, NOTHING
 from prefixkv.kernels.numba_halves import store_number
-from prefixkv.kernels.numba_ir import atomic_add, float_bits, load_i32
-from prefixkv.kernels.numba_item import call_item, item_function
+from prefixkv.kernels.numba_ir import (
+    F32,
+    I16,
+    I32,
+    LANES,
+    atomic_add,
+    bf16_bits,
+    float_bits,
+    fma,
+    int_bits,
+    load,
+    load_f32,
+    load_i32,
+    load_i64,
+    micro_kernel,
+    offset,
+    repeat,
+    splat,
+    store,
+    vector,
+)
+from prefixkv.kernels.numba_item import IS_CHUNK, call_item, item_function
 from prefixkv.kernels.numba_layout import LayerView
 from prefixkv.kernels.numba_queries import turn_row
 
-__all__ = ["AttendPlan", "attend"]
+__all__ = ["AttendPlan", "attend", "item_functions"]
 
 _NO_SINKS = np.zeros(0, np.float32)
 
@@ -40,8 +62,8 @@ class AttendPlan:
         """Keep the arrays; they must be contiguous and not change.
 
         Args:
-            items: [I, 5] int64: block table, first row (a multiple of 32), end of the rows, first query, number of
-                queries.
+            items: [I, 6] int64: block table, first row (a multiple of 32), end of the rows, first query, number of
+                queries, whether they are a chunk's.
             queries: [J, 4] int64: row of q, where its partial result goes, first row it sees, end of the rows it sees.
             tokens: [T', 3] int64: row of q, its first partial result, how many there are.
             tables: [S, M] int32 block tables.
@@ -70,7 +92,7 @@ class AttendPlan:
         return -(-self._scratch.data_ptr() // 64) * 64, partial
 
 
-_ITEM_BYTES = 5 * 8
+_ITEM_BYTES = 6 * 8
 _TOKEN, _SLOT, _NUM_SLOTS = 0, 1, 2
 
 _LOG2_E = 1.4426950408889634
@@ -88,6 +110,39 @@ def _exp2(x: Any) -> Any:
     return value * float_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
 
 
+def _factor(b: ir.IRBuilder, bits: Any) -> Any:
+    return splat(b, b.bitcast(b.trunc(bits, I32), F32))
+
+
+def _emit_scale(b: ir.IRBuilder, row: Any, vectors: Any, factor: Any) -> None:
+    """Multiply a float32 row by a factor, given by its bits."""
+    scale = _factor(b, factor)
+    with repeat(b, vectors) as i:
+        place = offset(b, row, (i, LANES * 4))
+        store(b, place, b.fmul(load(b, place, vector(F32)), scale))
+
+
+def _emit_add(b: ir.IRBuilder, row: Any, other: Any, vectors: Any, factor: Any) -> None:
+    """Add another row times a factor."""
+    scale = _factor(b, factor)
+    with repeat(b, vectors) as i:
+        place, more = (offset(b, base, (i, LANES * 4)) for base in (row, other))
+        store(b, place, fma(b, load(b, more, vector(F32)), scale, load(b, place, vector(F32))))
+
+
+def _emit_round(b: ir.IRBuilder, row: Any, vectors: Any, factor: Any, out: Any) -> None:
+    """Write a row times a factor as bfloat16, rounded half to even."""
+    scale = _factor(b, factor)
+    with repeat(b, vectors) as i:
+        x = b.fmul(load(b, offset(b, row, (i, LANES * 4)), vector(F32)), scale)
+        store(b, offset(b, out, (i, LANES * 2)), b.trunc(bf16_bits(b, x), vector(I16)))
+
+
+_scale_row = micro_kernel("scale_row", 3, _emit_scale)
+_add_row = micro_kernel("add_row", 4, _emit_add)
+_round_row = micro_kernel("round_row", 4, _emit_round)
+
+
 @njit(nogil=True)
 def _merge_token(token: Any, head: Any, partial: Any, dim: Any, turn: Any, sinks: Any, out: Any, mode: Any) -> None:
     """Merge the partial results of one query, turn it back and write it in the queries' dtype."""
@@ -98,32 +153,33 @@ def _merge_token(token: Any, head: Any, partial: Any, dim: Any, turn: Any, sinks
     if sinks.shape[0]:
         most = max(most, np.float32(sinks[head] * np.float32(_LOG2_E)))
         total = _exp2(np.float32(sinks[head] * np.float32(_LOG2_E)) - most)
-    result = partial[first, head]
+    result, vectors = partial[first, head].ctypes.data, -(-dim // LANES)
     for i in range(first, first + count):
         weight = _exp2(partial[i, head, dim] - most)
         total += weight * partial[i, head, dim + 1]
         if i == first:
-            for d in range(dim):
-                result[d] *= weight
+            _scale_row(result, vectors, int_bits(weight))
         else:
-            other = partial[i, head]
-            for d in range(dim):
-                result[d] += weight * other[d]
+            _add_row(result, partial[i, head].ctypes.data, vectors, int_bits(weight))
     inverse = np.float32(1.0) / max(total, np.float32(1e-37))
     if turn > 1:
         inverse /= np.sqrt(np.float32(turn))
-        turn_row(result.ctypes.data, dim, turn)
-    for d in range(dim):
-        store_number(mode, out, d, result[d] * inverse)
+        turn_row(result, dim, turn)
+    done = 0
+    if mode == at.BF16:
+        done = dim // LANES * LANES
+        _round_row(result, dim // LANES, int_bits(inverse), out)
+    for d in range(done, dim):
+        store_number(mode, out, d, load_f32(result + 4 * d) * inverse)
 
 
 def _build(sources: str) -> Any:
     """Return the compiled entry. Its disk cache is keyed by what it closes over, so by the sources of its parts too."""
 
     def attend(
-        item: Any, f: Any, items: Any, num_items: Any, queries: Any, tables: Any, tokens: Any, partial: Any,
-        scratch: Any, scratch_bytes: Any, threads: Any, kv_heads: Any, heads: Any, dim: Any,
-        q: Any, q_mode: Any, factor: Any, cap: Any, sinks: Any, out: Any
+        decode_item: Any, chunk_item: Any, f: Any, items: Any, num_items: Any, queries: Any, tables: Any, tokens: Any,
+        partial: Any, scratch: Any, scratch_bytes: Any, threads: Any, kv_heads: Any, heads: Any, dim: Any, q: Any,
+        q_mode: Any, factor: Any, cap: Any, sinks: Any, out: Any
     ) -> None:  # fmt: skip
         counter = np.zeros(1, np.int64)
         next_work = counter.ctypes.data
@@ -131,9 +187,10 @@ def _build(sources: str) -> Any:
         for thread in prange(threads):
             work = atomic_add(next_work, 1)
             while work < count:
+                item = items + work // kv_heads * _ITEM_BYTES
                 call_item(
-                    item, f, scratch + thread * scratch_bytes, items + work // kv_heads * _ITEM_BYTES, queries, tables,
-                    work % kv_heads, q, q_mode, heads, partial.ctypes.data, factor, cap,
+                    chunk_item if load_i64(item + IS_CHUNK * 8) else decode_item, f, scratch + thread * scratch_bytes,
+                    item, queries, tables, work % kv_heads, q, q_mode, heads, partial.ctypes.data, factor, cap,
                 )  # fmt: skip
                 work = atomic_add(next_work, 1)
         counter[0] = 0  # keeps it alive until here
@@ -149,6 +206,17 @@ def _build(sources: str) -> Any:
 
 
 _attend = _build(sources_digest())
+
+
+def item_functions(view: LayerView, dtype: torch.dtype, softcap: float | None) -> tuple[int, int]:
+    """Return the kernels of decodes and of chunks: of these the matrix unit's for queries in bfloat16 where it can.
+
+    A decode has few queries and all rows to read: vectors do it at the speed of memory, and to the same bits whether it
+    shares its rows or not.
+    """
+    vectors: int = item_function().address
+    on_matrix = view.matrix and dtype == torch.bfloat16 and softcap is None
+    return vectors, matrix_item_function().address if on_matrix else vectors
 
 
 def attend(
@@ -169,7 +237,7 @@ def attend(
     heads, dim = q.shape[1], out.shape[2]
     scratch, partial = plan.room(view.scratch_bytes, heads, view.partial_width)
     _attend(
-        item_function().address, view.address, plan.items_address, plan.num_items, plan.queries_address,
+        *item_functions(view, q.dtype, softcap), view.address, plan.items_address, plan.num_items, plan.queries_address,
         plan.tables_address, plan.tokens, partial, scratch, view.scratch_bytes, plan.threads, view.num_kv_heads, heads,
         dim, q.data_ptr(), at.MODES[q.dtype], np.float32(scaling * _LOG2_E / (softcap or 1.0)),
         np.float32((softcap or 0.0) * _LOG2_E), _NO_SINKS if sinks is None else sinks.detach().float().numpy(),

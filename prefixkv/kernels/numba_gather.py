@@ -33,7 +33,7 @@ from prefixkv.kernels.numba_ir import (
 )
 from prefixkv.kernels.numba_layout import LayerView
 
-__all__ = ["gather_rows"]
+__all__ = ["decode_row", "gather_rows"]
 
 _RUN = 32
 """Rows that a thread decodes at a time."""
@@ -75,7 +75,7 @@ _decode_i4 = micro_kernel("decode_i4", 5, _emit_decode_i4)
 
 
 @njit(nogil=True)
-def _decode_row(mode: Any, src: Any, dim: Any, groups: Any, scales: Any, room: Any, dst: Any) -> None:
+def decode_row(mode: Any, src: Any, dim: Any, groups: Any, scales: Any, room: Any, dst: Any) -> None:
     """Write one stored row as bfloat16; turned keys stay turned. ``room`` [groups, 2] float32 is overwritten."""
     if mode == at.BF16:
         copy_bytes(dst, src, dim * 2)
@@ -120,11 +120,11 @@ def _build(sources: str) -> Any:
                 if inside == size:
                     block, inside = block + 1, 0
                 to = head * rows + row
-                _decode_row(
+                decode_row(
                     f[at.K_MODE], f[at.K_ROWS] + index * f[at.K_BYTES], k_dim, f[at.K_GROUPS],
                     f[at.K_SCALES] + index * f[at.K_SCALE_BYTES], room, k + to * k_dim * 2,
                 )  # fmt: skip
-                _decode_row(
+                decode_row(
                     f[at.V_MODE], f[at.V_ROWS] + index * f[at.V_BYTES], v_dim, f[at.V_GROUPS],
                     f[at.V_SCALES] + index * f[at.V_SCALE_BYTES], room, v + to * v_dim * 2,
                 )  # fmt: skip

@@ -27,6 +27,7 @@ __all__ = [
     "LANES",
     "any_nan",
     "atomic_add",
+    "bf16_bits",
     "call_vector",
     "copy_bytes",
     "dot_pairs",
@@ -40,6 +41,7 @@ __all__ = [
     "load_i8",
     "load_i16",
     "load_i32",
+    "load_i64",
     "load_u8",
     "load_u16",
     "micro_kernel",
@@ -54,6 +56,7 @@ __all__ = [
     "store_i8",
     "store_i16",
     "store_i32",
+    "store_i64",
     "variable",
     "vector",
     "zero_bytes",
@@ -160,6 +163,18 @@ def half_to_float(b: ir.IRBuilder, half: Any) -> Any:
     return b.bitcast(b.or_(scaled, b.shl(b.and_(half, const(0x8000)), const(16))), vector(F32))
 
 
+def bf16_bits(b: ir.IRBuilder, x: Any) -> Any:
+    """Emit int32 whose low halves are the bits of bfloat16, rounded half to even; NaN stays NaN."""
+
+    def const(value: int) -> Any:
+        return splat(b, I32(value), x.type.count)
+
+    bits = b.bitcast(x, vector(I32, x.type.count))
+    odd = b.and_(b.lshr(bits, const(16)), const(1))
+    rounded = b.lshr(b.add(bits, b.add(odd, const(0x7FFF))), const(16))
+    return b.select(b.fcmp_unordered("uno", x, x), const(0x7FC0), rounded)
+
+
 def variable(b: ir.IRBuilder, value: Any) -> Any:
     """Emit a local variable that LLVM will keep in a register."""
     place = cgutils.alloca_once(b, value.type)
@@ -234,12 +249,14 @@ def _scalar_store(kind: ir.Type, value_type: Any) -> Any:
 
 load_f32 = _scalar_load(F32, types.float32)
 load_i32 = _scalar_load(I32, types.int32)
+load_i64 = _scalar_load(I64, types.int64)
 load_i16 = _scalar_load(I16, types.int32)
 load_u16 = _scalar_load(I16, types.int32, signed=False)
 load_i8 = _scalar_load(I8, types.int32)
 load_u8 = _scalar_load(I8, types.int32, signed=False)
 store_f32 = _scalar_store(F32, types.float32)
 store_i32 = _scalar_store(I32, types.int32)
+store_i64 = _scalar_store(I64, types.int64)
 store_i16 = _scalar_store(I16, types.int32)
 store_i8 = _scalar_store(I8, types.int32)
 

@@ -39,17 +39,32 @@ from prefixkv.kernels.numba_tiles import (
     widen_i4,
 )
 
-__all__ = ["call_item", "item_function"]
+__all__ = [
+    "FIRST_QUERY",
+    "FIRST_ROW",
+    "IS_CHUNK",
+    "ITEM_PARAMETERS",
+    "LAST_ROW",
+    "NUM_QUERIES",
+    "SEEN_FROM",
+    "SEEN_TO",
+    "SLOT",
+    "TABLE",
+    "TOKEN",
+    "call_item",
+    "item_function",
+    "row_of",
+]
 
-_TABLE, _FIRST_ROW, _LAST_ROW, _FIRST_QUERY, _NUM_QUERIES = 0, 1, 2, 3, 4
+TABLE, FIRST_ROW, LAST_ROW, FIRST_QUERY, NUM_QUERIES, IS_CHUNK = range(6)
 """Columns of an item, as ``AttendPlan`` says."""
 
-_TOKEN, _SLOT, _SEEN_FROM, _SEEN_TO = 0, 1, 2, 3
+TOKEN, SLOT, SEEN_FROM, SEEN_TO = range(4)
 """Columns of a query."""
 
 
 @njit(nogil=True)
-def _row_of(f: Any, table: Any, head: Any, row: Any) -> Any:
+def row_of(f: Any, table: Any, head: Any, row: Any) -> Any:
     """Return where row ``row`` of a sequence lies, counted in rows of one kv head from the start of the pool."""
     size = f[at.BLOCK]
     block = row // size
@@ -65,7 +80,7 @@ def _gather(
     done = 0
     while done < rows:
         run = min(rows - done, size - (first + done) % size)
-        source = base + _row_of(f, table, head, first + done) * row_bytes
+        source = base + row_of(f, table, head, first + done) * row_bytes
         if stride == row_bytes:
             copy_bytes(dst + done * stride, source, run * row_bytes)
         else:
@@ -124,7 +139,7 @@ def _score_tile(f: Any, s: Any, table: Any, head: Any, first: Any, rows: Any, pl
 def _mask_tile(scores: Any, queries: Any, group: Any, first: Any) -> None:
     """Take from each query the rows that it does not see."""
     for i in range(queries.shape[0]):
-        low, high = queries[i, _SEEN_FROM] - first, queries[i, _SEEN_TO] - first
+        low, high = queries[i, SEEN_FROM] - first, queries[i, SEEN_TO] - first
         if low > 0 or high < ROWS:
             for row in range(ROWS):
                 if row < low or row >= high:
@@ -209,7 +224,7 @@ def _start_queries(f: Any, s: Any, queries: Any, q: Any, q_mode: Any, heads: Any
     num = 0
     for i in range(queries.shape[0]):
         for g in range(group):
-            src = q + (queries[i, _TOKEN] * heads + head * group + g) * dim * size
+            src = q + (queries[i, TOKEN] * heads + head * group + g) * dim * size
             dst = s + f[at.S_Q] + num * width * 4
             row = s + f[at.S_ROW] if integer else dst
             read_query(q_mode, src, dim, factor, turn, row)
@@ -236,7 +251,7 @@ def _finish_queries(f: Any, s: Any, queries: Any, partial: Any, heads: Any, head
     for i in range(queries.shape[0]):
         for g in range(group):
             num = i * group + g
-            out = partial + (queries[i, _SLOT] * heads + head * group + g) * f[at.P_WIDTH] * 4
+            out = partial + (queries[i, SLOT] * heads + head * group + g) * f[at.P_WIDTH] * 4
             acc = s + f[at.S_ACC] + num * width * 4
             for start in range(0, min(woven, dim), 16):
                 # Sixteen numbers lie in four places of four, one in each vector of their run.
@@ -262,18 +277,18 @@ def _attend(
     num = queries.shape[0] * group
     _start_queries(f, s, queries, q, q_mode, heads, head, factor)
     size = f[at.BLOCK]
-    here = _row_of(f, table, head, item[_FIRST_ROW])
-    inside = item[_FIRST_ROW] % size
-    for first in range(item[_FIRST_ROW], item[_LAST_ROW], ROWS):
-        rows = min(ROWS, item[_LAST_ROW] - first)
+    here = row_of(f, table, head, item[FIRST_ROW])
+    inside = item[FIRST_ROW] % size
+    for first in range(item[FIRST_ROW], item[LAST_ROW], ROWS):
+        rows = min(ROWS, item[LAST_ROW] - first)
         # A tile that is whole and lies in one block is read where it is.
         place = here if rows == ROWS and inside + ROWS <= size else -1
         inside += ROWS
         if inside < size:
             here += ROWS
-        elif first + ROWS < item[_LAST_ROW]:
+        elif first + ROWS < item[LAST_ROW]:
             inside = (first + ROWS) % size
-            here = _row_of(f, table, head, first + ROWS)
+            here = row_of(f, table, head, first + ROWS)
         _ask_ahead(f, here)
         _score_tile(f, s, table, head, first, rows, place, num)
         if cap > 0.0:
@@ -284,7 +299,7 @@ def _attend(
 
 
 _INT, _FLOAT = types.int64, types.float32
-_PARAMETERS = (
+ITEM_PARAMETERS = (
     types.CPointer(_INT), _INT, types.CPointer(_INT), types.CPointer(_INT), types.CPointer(types.int32),
     _INT, _INT, _INT, _INT, _INT, _FLOAT, _FLOAT,
 )  # fmt: skip
@@ -301,11 +316,11 @@ def _build(sources: str) -> Any:
             return
         fields = carray(f, at.NUM_FIELDS)
         that = carray(item, 6)
-        wanted = carray(queries, (that[_FIRST_QUERY] + that[_NUM_QUERIES], 4))[that[_FIRST_QUERY] :]
-        table = carray(tables, that[_TABLE] + 1)[that[_TABLE] :]
+        wanted = carray(queries, (that[FIRST_QUERY] + that[NUM_QUERIES], 4))[that[FIRST_QUERY] :]
+        table = carray(tables, that[TABLE] + 1)[that[TABLE] :]
         _attend(fields, s, that, wanted, table, head, q, q_mode, heads, partial, factor, cap)
 
-    return compiled(functools.partial(cfunc, types.void(*_PARAMETERS)), item_of_one_head)
+    return compiled(functools.partial(cfunc, types.void(*ITEM_PARAMETERS)), item_of_one_head)
 
 
 @functools.cache
@@ -327,7 +342,7 @@ def call_item(
     integers = (_INT,) * 11
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        kinds = [ir.FloatType() if kind == _FLOAT else ir.IntType(64) for kind in _PARAMETERS]
+        kinds = [ir.FloatType() if kind == _FLOAT else ir.IntType(64) for kind in ITEM_PARAMETERS]
         function = ir.FunctionType(ir.VoidType(), kinds)
         b.call(b.inttoptr(args[0], function.as_pointer()), args[1:])
         return context.get_dummy_value()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from prefixkv.kernels.numba_amx import TILE_CONFIG, refuse_amx
 from prefixkv.kernels.numba_ir import LANES
 from prefixkv.kernels.numba_tiles import ROWS
 
@@ -71,7 +72,32 @@ MODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int
     S_ACC,
 ) = range(MOST_QUERIES + 1, MOST_QUERIES + 17)
 
-NUM_FIELDS = S_ACC + 1
+(
+    M_STEPS,  # 64 bytes of a row of keys that the matrix unit takes at a time
+    M_K_STRIDE,  # bytes between staged rows
+    M_V_STRIDE,
+    M_K_STAGED,  # whether keys are decoded or copied before they are used
+    M_V_STAGED,
+    M_CONFIG,  # address of the tiles' shapes
+    M_FORMER,  # from here on where the scratch of the matrix unit's kernel lies
+    M_LANES,
+    M_Q,
+    M_ROW,
+    M_RUNS,
+    M_K_STAGE,
+    M_V_STAGE,
+    M_K_SCALES,
+    M_V_SCALES,
+    M_V,
+    M_SCORES,
+    M_WEIGHTS,
+    M_ACC,
+) = range(S_ACC + 1, S_ACC + 20)
+
+NUM_FIELDS = M_ACC + 1
+
+STEP_BYTES = 1024
+"""Queries of one group for 64 bytes of a row of keys."""
 
 QUERIES_TOGETHER = 48
 """Query heads that share a pass over the rows, or one group if it is larger; more would leave the first cache."""
@@ -89,6 +115,7 @@ class LayerView:
         scratch_bytes: Bytes of scratch that a thread needs.
         partial_width: Numbers of one partial result.
         turned: Whether keys, and whether values, are stored turned by a Hadamard matrix.
+        matrix: Whether the matrix unit can attend queries in bfloat16.
         tensors: What the addresses point into.
     """
 
@@ -99,6 +126,7 @@ class LayerView:
     scratch_bytes: int
     partial_width: int
     turned: tuple[bool, bool]
+    matrix: bool
     tensors: tuple[torch.Tensor, ...]
 
 
@@ -161,14 +189,28 @@ def view_layer(
     fields[P_WIDTH] = v_width + 2
     fields[K_OFFSETS] = 0 if key_offsets is None else key_offsets.data_ptr()
     fields[MOST_QUERIES] = max(QUERIES_TOGETHER, most_group)
-    at = 0
-    for name, size in _scratch_sizes(fields, units).items():
-        fields[name] = at
-        at += -(-size // 64) * 64
+    _plan_matrix(fields)
+    scratch_bytes = 0
+    for sizes in (_scratch_sizes(fields, units), _matrix_sizes(fields)):
+        at = 0
+        for name, size in sizes.items():
+            fields[name] = at
+            at += -(-size // 64) * 64
+        scratch_bytes = max(scratch_bytes, at)
+    modes = {k_mode, v_mode}
+    matrix = modes <= {INT8, INT4, BF16} and not fields[BLOCK] % 16 and refuse_amx() is None
     num_blocks, num_kv_heads, block_size = key[0].shape[:3]
     tensors = (*key, *value) if key_offsets is None else (*key, *value, key_offsets)
     return LayerView(
-        fields, fields.ctypes.data, num_kv_heads, num_blocks * block_size, at, v_width + 2, turned, tensors
+        fields,
+        fields.ctypes.data,
+        num_kv_heads,
+        num_blocks * block_size,
+        scratch_bytes,
+        v_width + 2,
+        turned,
+        matrix,
+        tensors,
     )
 
 
@@ -194,4 +236,38 @@ def _scratch_sizes(fields: np.ndarray, units: int) -> dict[int, int]:
         S_TOTAL: queries * LANES * 4,
         S_SHRINK: queries * 4,
         S_ACC: queries * v_width * 4,
+    }
+
+
+def _plan_matrix(fields: np.ndarray) -> None:
+    """Write how the matrix unit's kernel goes through rows: keys in place where they fill 64 bytes, else copied."""
+    codes = fields[K_MODE] == INT8
+    row_bytes = int(fields[K_DIM]) * (1 if codes else 2)
+    fields[M_STEPS] = -(-row_bytes // 64)
+    fields[M_K_STRIDE] = fields[M_STEPS] * 64
+    fields[M_K_STAGED] = fields[K_MODE] == INT4 or row_bytes % 64 != 0
+    fields[M_V_STRIDE] = fields[V_WIDTH] * (1 if fields[V_MODE] == INT8 else 2)
+    fields[M_V_STAGED] = fields[V_MODE] == INT4 or fields[V_DIM] % 16 != 0
+    fields[M_CONFIG] = TILE_CONFIG
+
+
+def _matrix_sizes(fields: np.ndarray) -> dict[int, int]:
+    """Return the bytes of each part of a thread's scratch for the matrix unit's kernel."""
+    groups = -(-int(fields[MOST_QUERIES]) // 16)
+    steps, v_width = int(fields[M_STEPS]), int(fields[V_WIDTH])
+    planes = 2 if fields[K_MODE] == INT8 else 1
+    return {
+        M_FORMER: 64,
+        M_LANES: groups * 6 * 64,
+        M_Q: groups * steps * planes * STEP_BYTES,
+        M_ROW: steps * 256 + 64,
+        M_RUNS: 64,
+        M_K_STAGE: 64 * int(fields[M_K_STRIDE]),
+        M_V_STAGE: 64 * int(fields[M_V_STRIDE]),
+        M_K_SCALES: 256,
+        M_V_SCALES: 256,
+        M_V: 2 * v_width * 64,
+        M_SCORES: 2 * 64 * 64,
+        M_WEIGHTS: 2 * 1024,
+        M_ACC: groups * v_width * 64,
     }

@@ -11,10 +11,9 @@ from numba import njit, prange
 
 from prefixkv.kernels import numba_layout as at
 from prefixkv.kernels.numba_amx import TILE_CONFIG, TOKENS, norm_pairs, round_head, tile_begin, tile_end, tile_product
-from prefixkv.kernels.numba_attend import _LOG2_E, _NO_SINKS, AttendPlan, _attend
+from prefixkv.kernels.numba_attend import _LOG2_E, _NO_SINKS, AttendPlan, _attend, item_functions
 from prefixkv.kernels.numba_build import compiled, sources_digest
 from prefixkv.kernels.numba_ir import load_f32, store_f32
-from prefixkv.kernels.numba_item import item_function
 from prefixkv.kernels.numba_layer import (
     _BLOCK,
     _FORMER,
@@ -82,7 +81,7 @@ def run_layers(
         weights, views, view.num_rows, slots.numpy(), addresses, np.stack([plan.tokens for plan in plans]), plan_of,
         factors, groups, tokens, room.stream.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], room.scratch,
         room.scratch_bytes, room.threads, room.q.data_ptr(), room.k.data_ptr(), room.v.data_ptr(),
-        room.inner.data_ptr(), room.attended.data_ptr(), item_function().address, attend_scratch,
+        room.inner.data_ptr(), room.attended.data_ptr(), *item_functions(view, torch.bfloat16, None), attend_scratch,
         view.scratch_bytes, partial, _NO_SINKS,
     )  # fmt: skip
     if refused:
@@ -145,7 +144,8 @@ def _build_layers(sources: str) -> Any:
     def run_layers(
         weights: Any, views: Any, num_rows: Any, slots: Any, plans: Any, plan_tokens: Any, plan_of: Any, factors: Any,
         groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any, scratch_bytes: Any,
-        threads: Any, q: Any, k: Any, v: Any, inner_pairs: Any, attended: Any, item: Any, attend_scratch: Any,
+        threads: Any, q: Any, k: Any, v: Any, inner_pairs: Any, attended: Any, decode_item: Any, chunk_item: Any,
+        attend_scratch: Any,
         attend_bytes: Any, partial: Any, sinks: Any
     ) -> Any:  # fmt: skip
         refused = 0
@@ -156,9 +156,9 @@ def _build_layers(sources: str) -> Any:
             kind = plan_of[layer]
             plan = plans[kind]
             _attend(
-                item, np.int64(view.ctypes.data), plan[0], plan[1], plan[2], plan[3], plan_tokens[kind], partial,
-                attend_scratch, attend_bytes, threads, f[KV_HEADS], f[HEADS], f[DIM], q, at.BF16, factors[layer],
-                np.float32(0.0), sinks, attended,
+                decode_item, chunk_item, np.int64(view.ctypes.data), plan[0], plan[1], plan[2], plan[3],
+                plan_tokens[kind], partial, attend_scratch, attend_bytes, threads, f[KV_HEADS], f[HEADS], f[DIM], q,
+                at.BF16, factors[layer], np.float32(0.0), sinks, attended,
             )  # fmt: skip
             _add_attention(f, groups, tokens, x, scratch, scratch_bytes, threads, attended)
             _widen(f, groups, x, inner_pairs, scratch, scratch_bytes, threads)

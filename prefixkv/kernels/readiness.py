@@ -165,14 +165,15 @@ def _call_all() -> None:
     table = torch.zeros(1, 1, dtype=torch.int32)
     gather_rows(view, table[0], rows[0].clone(), rows[0].clone())
     plan = AttendPlan(
-        items=np.array([[0, 0, 1, 0, 1]]),
+        items=np.array([[0, 0, 1, 0, 1, 1]]),
         queries=np.array([[0, 0, 0, 1]]),
         tokens=np.array([[0, 0, 1]]),
         tables=table.numpy(),
         num_slots=1,
     )
     q = rows[0, :, :1].clone()
-    attend(view, plan, q, torch.empty_like(q), scaling=1.0, softcap=None, sinks=None)
+    for softcap in (None, 1.0):  # with the matrix unit, and without
+        attend(view, plan, q, torch.empty_like(q), scaling=1.0, softcap=softcap, sinks=None)
     if refuse_amx() is None:
         width, inner = 32, 32
         square = torch.zeros(3 * width, width, dtype=torch.bfloat16)

@@ -2,8 +2,8 @@
 
 A decode step is bound by the bytes it reads: the weights once, and the rows of K and V. Between two layers Python alone
 would cost as much as a layer, not for what it does but because weights streaming by have pushed its memory out of the
-caches. So one call runs all layers. Where attention is more than one kernel, as for long chunks, which torch attends,
-and for heads in a better format than the pool's, layers are called one by one.
+caches. So one call runs all layers. Where attention is more than one kernel, as for heads in a better format than the
+pool's, and for long chunks that torch attends, layers are called one by one.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class CompiledLayers:
 
         if len(x) > len(self._room.q):
             self._room = self._new_room(len(x))
-        if max(batch.attention.query_lens) < MIN_QUERIES and not storage.raised:
+        on_kernel = self._views(storage)[0][0].matrix or max(batch.attention.query_lens) < MIN_QUERIES
+        if on_kernel and not storage.raised:
             self._run_at_once(x, turn, batch.attention, storage)
         else:
             self._run_by_layer(x, turn, batch.attention, storage, backend)

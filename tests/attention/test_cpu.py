@@ -86,6 +86,51 @@ def test_any_step_equals_the_oracle(
     torch.testing.assert_close(attend(case, **options), case.oracle(**options), **EXACT)
 
 
+@settings(max_examples=60)
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, 150), st.one_of(st.integers(1, 40), st.sampled_from([64, 130]))),
+        min_size=1,
+        max_size=3,
+    ),
+    kv_format=st.sampled_from(FORMATS),
+    block_size=st.sampled_from([16, 32, 48, 256]),
+    group=st.integers(1, 8),
+    kv_heads=st.integers(1, 3),
+    dims=st.sampled_from([(32, 32), (64, 64), (80, 96), (128, 32), (48, 256), (16, 24), (256, 128)]),
+    window=st.one_of(st.none(), st.integers(1, 200)),
+    sinks=st.booleans(),
+    seed=st.integers(0, 5),
+)
+def test_any_chunk_of_a_bfloat16_model_equals_the_oracle(
+    spans: list[tuple[int, int]],
+    kv_format: str,
+    block_size: int,
+    group: int,
+    kv_heads: int,
+    dims: tuple[int, int],
+    window: int | None,
+    sinks: bool,
+    seed: int,
+) -> None:
+    """By the matrix unit where there is one: tiles that are not full, blocks of any size that it can read, windows."""
+    spec = KVCacheSpec((LayerSpec(kv_heads, *dims),), "bfloat16", kv_format, block_size)
+    if NumbaBackend().supports(AttentionSpec(spec, (kv_heads * group,), (window,), False, False, "cpu")):
+        return
+    case = scene(
+        spans,
+        kv_format=kv_format,
+        dtype="bfloat16",
+        block_size=block_size,
+        group=group,
+        kv_heads=kv_heads,
+        dims=dims,
+        seed=seed,
+    )
+    options: dict[str, Any] = {"window": window, "sinks": sinks}
+    torch.testing.assert_close(attend(case, **options).float(), case.oracle(**options), atol=0.03, rtol=0.03)
+
+
 @pytest.mark.slow
 @settings(max_examples=300)
 @given(
@@ -148,12 +193,15 @@ def test_sixteen_bit_models_stay_close_to_the_oracle(kv_format: str, dtype: str)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_long_chunks_of_bfloat16_take_the_products(kv_format: str) -> None:
+def test_without_a_matrix_unit_long_chunks_take_torchs_products(
+    kv_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Part before, own part and their merge; also where the chunk is cut, beside decodes, and at the very start."""
     from prefixkv.attention.cpu_chunk import flash_attention
 
     if flash_attention() is None:
         pytest.skip("this processor or this torch has no 16-bit products")
+    monkeypatch.setattr("prefixkv.kernels.numba_layout.refuse_amx", lambda: "not here")
     case = scene([(0, 130), (300, 1), (70, 280)], kv_format=kv_format, dtype="bfloat16", dims=(64, 64), seed=1)
     got = attend(case)
     (step,) = (value for key, value in case.meta.scratch.items() if key[0] == "numba")
@@ -170,6 +218,7 @@ def test_what_the_products_do_not_know_goes_to_the_kernel(change: dict[str, Any]
 
 def test_without_the_private_operator_the_kernel_does_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch may drop it any day."""
+    monkeypatch.setattr("prefixkv.kernels.numba_layout.refuse_amx", lambda: "not here")
     monkeypatch.setattr("prefixkv.attention.cpu_chunk.flash_attention", lambda: None)
     case = scene([(70, 140)], dtype="bfloat16", dims=(64, 64))
     torch.testing.assert_close(attend(case).float(), case.oracle(), atol=0.03, rtol=0.03)
@@ -177,11 +226,12 @@ def test_without_the_private_operator_the_kernel_does_everything(monkeypatch: py
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("group", [1, 3, 5])
-def test_the_bits_of_a_result_do_not_depend_on_the_batch(kv_format: str, group: int) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bits_of_a_result_do_not_depend_on_the_batch(kv_format: str, group: int, dtype: str) -> None:
     """Neither on strangers, nor on neighbours who read the same blocks, nor on how many those are."""
-    spans = [(700, 1), (560, 1), (513, 1), (999, 1), (40, 5), (600, 1), (512, 1)]
-    case = scene(spans, kv_format=kv_format, group=group, block_size=32, shared_blocks=17, dims=(64, 48))
-    # The fifth ends inside the shared blocks; a window makes others begin there.
+    spans = [(700, 1), (560, 1), (513, 1), (999, 1), (40, 5), (600, 1), (512, 1), (90, 70)]
+    case = scene(spans, kv_format=kv_format, dtype=dtype, group=group, block_size=32, shared_blocks=5, dims=(64, 48))
+    # Some end soon behind the shared blocks; a window makes others begin behind them.
     for window in (None, 300):
         together = attend(Scene(case.storage, replace(case.meta, scratch={}), case.q), window=window)
         start = 0
@@ -197,7 +247,7 @@ def test_shared_blocks_are_read_once() -> None:
 
     case = scene([(600 + i, 1) for i in range(4)], block_size=32, shared_blocks=16)
     plan = plan_step(case.meta, range(4), window=None, group=3, block_size=32)
-    _, first, last, _, members = plan.items.T
+    _, first, last, _, members, _ = plan.items.T
     assert sorted(zip(first.tolist(), last.tolist(), members.tolist(), strict=True)) == [
         (0, 256, 4),
         (256, 512, 4),
@@ -218,49 +268,58 @@ def test_the_visible_length_belongs_to_the_token() -> None:
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_rows_that_nobody_sees_do_not_count(kv_format: str) -> None:
+@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 8), ("bfloat16", 16)])
+@pytest.mark.parametrize("number", [1e4, torch.nan])
+def test_rows_that_nobody_sees_do_not_count(kv_format: str, dtype: str, block_size: int, number: float) -> None:
     """Whatever numbers lie behind the end or before the window, the result is the same bit for bit."""
-    case = scene([(5, 1), (300, 1), (6, 3)], kv_format=kv_format, block_size=8)
-    meta, (k, v) = case.meta, torch.full((2, 1, 2, 32), 1e4)
+    case = scene([(5, 1), (300, 1), (6, 3), (290, 20)], kv_format=kv_format, dtype=dtype, block_size=block_size)
+    meta, (k, v) = case.meta, torch.full((2, 1, 2, 32), number)
     before = attend(case, window=40)
-    for table, length, low in zip(meta.block_tables_host, meta.kv_lens, (0, 261, 0), strict=True):
-        for row in (*range(low), *range(length, len(table) * 8)):
-            case.storage.write(0, torch.tensor([table[row // 8] * 8 + row % 8]), k, v)
+    for table, length, low in zip(meta.block_tables_host, meta.kv_lens, (0, 261, 0, 251), strict=True):
+        # Before a window lie rows that 16-bit kernels multiply with a weight of 0: numbers then, as ours are.
+        before_it = range(low) if number == number else range(low // 64 * 64)
+        for row in (*before_it, *range(length, len(table) * block_size)):
+            case.storage.write(0, torch.tensor([table[row // block_size] * block_size + row % block_size]), k, v)
     after = attend(Scene(case.storage, replace(meta, scratch={}), case.q), window=40)
     assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_not_a_number_in_one_sequence_stays_there(kv_format: str) -> None:
+@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 4), ("bfloat16", 16)])
+def test_not_a_number_in_one_sequence_stays_there(kv_format: str, dtype: str, block_size: int) -> None:
     """And is not lost on the way either: codes and maxima know no NaN."""
-    case = scene([(30, 1), (3, 1), (26, 1), (4, 5)], kv_format=kv_format, block_size=4)
-    clean = attend(case)
+    spans = [(30, 20), (3, 1), (26, 1), (4, 5)] if dtype == "bfloat16" else [(30, 1), (3, 1), (26, 1), (4, 5)]
+    case = scene(spans, kv_format=kv_format, dtype=dtype, block_size=block_size)
+    clean, own = attend(case), spans[0][1]
     table = torch.tensor(case.meta.block_tables_host[0])
-    slots = (table[:, None] * 4 + torch.arange(4)).flatten()
+    slots = (table[:, None] * block_size + torch.arange(block_size)).flatten()
     fine = torch.ones(len(slots), 2, 32)
     for k, v in ((fine * torch.nan, fine), (fine, fine * torch.nan)):
         case.storage.write(0, slots, k, v)
         got = attend(Scene(case.storage, replace(case.meta, scratch={}), case.q))
-        assert got[0].isnan().all()
-        assert torch.equal(got[1:], clean[1:])
-    bad = case.q.clone()
-    bad[2, 1, 7] = torch.nan
+        assert got[:own].isnan().all()
+        assert torch.equal(got[own:], clean[own:])
+    bad, last = case.q.clone(), len(case.q) - 1
+    bad[last, 1, 7] = torch.nan
     got = attend(Scene(case.storage, replace(case.meta, scratch={}), bad))
-    assert got[2, 1].isnan().all()
-    assert torch.equal(got[3:], clean[3:])
+    assert got[last, 1].isnan().all()
+    assert torch.equal(got[own:last], clean[own:last])
 
 
 def test_many_equal_heads_share_their_kv_head() -> None:
     """More queries in a group than one pass usually takes."""
     case = scene([(70, 1), (40, 3)], group=71, kv_heads=1, dims=(64, 64))
     torch.testing.assert_close(attend(case), case.oracle(), **EXACT)
+    case = scene([(70, 1), (40, 3)], group=71, kv_heads=1, dims=(64, 64), dtype="bfloat16")
+    torch.testing.assert_close(attend(case).float(), case.oracle(), atol=0.03, rtol=0.03)
 
 
-def test_one_thread_and_two_give_the_same_bits() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_thread_and_two_give_the_same_bits(dtype: str) -> None:
     """Threads take items as they come; who takes which changes nothing."""
     if numba.config.NUMBA_NUM_THREADS < 2:
         pytest.skip("numba was started with one thread")
-    case = scene([(700, 1), (350, 1), (20, 70)], block_size=32)
+    case = scene([(700, 1), (350, 1), (20, 70)], block_size=32, dtype=dtype)
     results, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2):
