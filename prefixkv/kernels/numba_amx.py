@@ -31,6 +31,7 @@ from prefixkv.kernels.numba_ir import (
     F32,
     I8,
     I32,
+    ask_for,
     call_vector,
     fma,
     load,
@@ -135,6 +136,7 @@ def _emit_product(
             _emit_tiles(
                 b, (rows, row_bytes), (offset(b, x, (group, x_bytes)), x_bytes), steps,
                 (offset(b, place, (group, out_bytes)), out_bytes), height, width,
+                b.icmp_unsigned("==", group, group.type(0)),
             )  # fmt: skip
 
         return emit
@@ -153,8 +155,9 @@ def in_twos(b: ir.IRBuilder, count: Any, emit: Callable[[Any, int], None]) -> No
 
 
 def _emit_tiles(
-    b: ir.IRBuilder, w: tuple[Any, Any], x: tuple[Any, Any], steps: Any, out: tuple[Any, Any], height: int, width: int
-) -> None:
+    b: ir.IRBuilder, w: tuple[Any, Any], x: tuple[Any, Any], steps: Any, out: tuple[Any, Any], height: int, width: int,
+    asks: Any
+) -> None:  # fmt: skip
     """Write lanes of ``16 * height`` rows for ``width`` groups: as many tiles of sums as keep the unit busy.
 
     Args:
@@ -165,6 +168,7 @@ def _emit_tiles(
         out: Lanes of the first group, and bytes from group to group.
         height: 1 or 2.
         width: 1 or 2.
+        asks: Whether to let the memory work on the rows that come next.
     """
     for i in range(height * width):
         amx(b, "tilezero", I8(i))
@@ -174,6 +178,9 @@ def _emit_tiles(
             amx(b, "tileloadd64", I8(6 + group), pointer(b, pairs), _I64(64))
         for i in range(height):
             rows = offset(b, w[0], (step, 64), (w[1], 16 * i))
+            with b.if_then(asks):
+                for row in range(16):
+                    ask_for(b, offset(b, rows, (w[1], 16 * height + row)))
             amx(b, "tileloadd64", I8(4 + i), pointer(b, rows), w[1])
             for group in range(width):
                 amx(b, "tdpbf16ps", I8(group * height + i), I8(4 + i), I8(6 + group))

@@ -26,6 +26,7 @@ __all__ = [
     "I32",
     "LANES",
     "any_nan",
+    "ask_for",
     "atomic_add",
     "bf16_bits",
     "call_vector",
@@ -292,14 +293,19 @@ def _emit_zero(b: ir.IRBuilder, dst: Any, count: Any) -> None:
     cgutils.memset(b, b.inttoptr(dst, I8.as_pointer()), count, 0)
 
 
-def _emit_prefetch(b: ir.IRBuilder, start: Any, count: Any) -> None:
-    """Ask for ``count`` bytes, line by line; harmless wherever they lie."""
+def ask_for(b: ir.IRBuilder, address: Any, near: int = 2) -> None:
+    """Ask the memory for a line; harmless wherever it lies. ``near``: 3 the first cache, 2 the second."""
     pointer = I8.as_pointer()
     function = cgutils.get_or_insert_function(
         b.module, ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32]), "llvm.prefetch.p0"
     )
+    b.call(function, [b.inttoptr(address, pointer), I32(0), I32(near), I32(1)])
+
+
+def _emit_prefetch(b: ir.IRBuilder, start: Any, count: Any) -> None:
+    """Ask for ``count`` bytes, line by line."""
     with repeat(b, b.udiv(b.add(count, count.type(63)), count.type(64))) as line:
-        b.call(function, [b.inttoptr(offset(b, start, (line, 64)), pointer), I32(0), I32(3), I32(1)])
+        ask_for(b, offset(b, start, (line, 64)), 3)
 
 
 copy_bytes = micro_kernel("copy_bytes", 3, _emit_copy)
