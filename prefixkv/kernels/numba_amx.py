@@ -30,9 +30,11 @@ from prefixkv.kernels.numba_dots import EXP2
 from prefixkv.kernels.numba_ir import (
     F32,
     I8,
+    I16,
     I32,
     ask_for,
     call_vector,
+    columns_of,
     fma,
     load,
     micro_kernel,
@@ -49,6 +51,7 @@ __all__ = [
     "TOKENS",
     "add_residual",
     "norm_pairs",
+    "pack_rows",
     "pack_silu",
     "refuse_amx",
     "round_head",
@@ -56,6 +59,8 @@ __all__ = [
     "tile_end",
     "tile_product",
     "turn_head",
+    "write_floats",
+    "write_halves",
 ]
 
 TOKENS = 16
@@ -201,7 +206,7 @@ def _float(b: ir.IRBuilder, bits: Any) -> Any:
 
 def _number(b: ir.IRBuilder, address: Any) -> Any:
     """Emit a vector of the bfloat16 at an address."""
-    bits = b.shl(b.zext(load(b, address, ir.IntType(16)), I32), I32(16))
+    bits = b.shl(b.zext(load(b, address, I16), I32), I32(16))
     return splat(b, b.bitcast(bits, F32), TOKENS)
 
 
@@ -316,6 +321,34 @@ def _emit_turn(b: ir.IRBuilder, c: Any, cos: Any, sin: Any, half: Any) -> None:
             store(b, place, _round(b, value))
 
 
+def _emit_write(to_bf16: bool) -> Callable[..., None]:
+    def emit(b: ir.IRBuilder, c: Any, tiles: Any, tokens: Any, out: Any, row_bytes: Any) -> None:
+        """Write ``16 * tiles`` rows of one group's lanes as ``tokens`` rows, ``row_bytes`` apart."""
+        with repeat(b, tiles) as tile:
+            base = offset(b, c, (tile, TILE_BYTES))
+            columns = columns_of(b, [load(b, offset(b, base, (i, _ROW)), _INTS) for i in range(TOKENS)])
+            for token, column in enumerate(columns):
+                with b.if_then(b.icmp_unsigned("<", tokens.type(token), tokens)):
+                    if to_bf16:
+                        column = b.trunc(b.lshr(column, _const(b, 16)), vector(I16, TOKENS))
+                    store(b, offset(b, out, (row_bytes, token), (tile, _ROW // 2 if to_bf16 else _ROW)), column)
+
+    return emit
+
+
+def _emit_pack_rows(b: ir.IRBuilder, src: Any, tokens: Any, row_bytes: Any, out: Any) -> None:
+    """Write 1 to 16 rows of bfloat16 as the pairs of one group; other lanes get what the last one has."""
+    last = b.sub(tokens, tokens.type(1))
+    starts = []
+    for token in range(TOKENS):
+        at = tokens.type(token)
+        starts.append(offset(b, src, (b.select(b.icmp_unsigned("<", at, tokens), at, last), row_bytes)))
+    with repeat(b, b.udiv(row_bytes, row_bytes.type(_ROW))) as part:
+        columns = columns_of(b, [load(b, offset(b, start, (part, _ROW)), _INTS) for start in starts])
+        for i, column in enumerate(columns):
+            store(b, offset(b, out, (part, TILE_BYTES), (i, _ROW)), column)
+
+
 tile_begin = micro_kernel("tile_begin", 2, _emit_begin)
 tile_end = micro_kernel("tile_end", 1, _emit_end)
 tile_product = micro_kernel("tile_product", 9, _emit_product)
@@ -324,3 +357,6 @@ add_residual = micro_kernel("add_residual", 4, _emit_residual)
 pack_silu = micro_kernel("pack_silu", 6, _emit_silu)
 round_head = micro_kernel("round_head", 5, _emit_round_head)
 turn_head = micro_kernel("turn_head", 4, _emit_turn)
+write_floats = micro_kernel("write_floats", 5, _emit_write(False))
+write_halves = micro_kernel("write_halves", 5, _emit_write(True))
+pack_rows = micro_kernel("pack_rows", 4, _emit_pack_rows)

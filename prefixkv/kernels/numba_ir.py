@@ -30,6 +30,7 @@ __all__ = [
     "atomic_add",
     "bf16_bits",
     "call_vector",
+    "columns_of",
     "copy_bytes",
     "dot_pairs",
     "float_bits",
@@ -174,6 +175,31 @@ def bf16_bits(b: ir.IRBuilder, x: Any) -> Any:
     odd = b.and_(b.lshr(bits, const(16)), const(1))
     rounded = b.lshr(b.add(bits, b.add(odd, const(0x7FFF))), const(16))
     return b.select(b.fcmp_unordered("uno", x, x), const(0x7FC0), rounded)
+
+
+def columns_of(b: ir.IRBuilder, rows: list[Any]) -> list[Any]:
+    """Emit the columns of 16 vectors of 16 dwords."""
+
+    def lanes(*picks: int) -> list[int]:
+        return [4 * pick + i for pick in picks for i in range(4)]
+
+    def inside(picks: tuple[int, ...]) -> list[int]:
+        """The same picks in each lane of 128 bits; 4 and more come from the second vector."""
+        return [4 * lane + pick if pick < 4 else 16 + 4 * lane + pick - 4 for lane in range(4) for pick in picks]
+
+    fours = []  # [g][j]: lane L holds column 4L + j of rows 4g to 4g + 3
+    for g in range(0, 16, 4):
+        low = [shuffle(b, rows[g + i], rows[g + i + 1], inside((0, 4, 1, 5))) for i in (0, 2)]
+        high = [shuffle(b, rows[g + i], rows[g + i + 1], inside((2, 6, 3, 7))) for i in (0, 2)]
+        fours.append([shuffle(b, x, y, inside(p)) for x, y in (low, high) for p in ((0, 1, 4, 5), (2, 3, 6, 7))])
+    columns: list[Any] = [None] * 16
+    for j in range(4):
+        g0, g1, g2, g3 = (four[j] for four in fours)
+        for odd in range(2):
+            x, y = (shuffle(b, u, v, lanes(odd, 2 + odd, 4 + odd, 6 + odd)) for u, v in ((g0, g1), (g2, g3)))
+            columns[4 * odd + j] = shuffle(b, x, y, lanes(0, 2, 4, 6))
+            columns[4 * (odd + 2) + j] = shuffle(b, x, y, lanes(1, 3, 5, 7))
+    return columns
 
 
 def variable(b: ir.IRBuilder, value: Any) -> Any:

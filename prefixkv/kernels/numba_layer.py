@@ -17,15 +17,16 @@ from prefixkv.kernels.numba_amx import (
     TOKENS,
     add_residual,
     norm_pairs,
+    pack_rows,
     pack_silu,
     round_head,
     tile_begin,
     tile_end,
     tile_product,
     turn_head,
+    write_halves,
 )
 from prefixkv.kernels.numba_build import compiled, sources_digest, use_threads
-from prefixkv.kernels.numba_ir import load_i32, store_i16, store_i32
 
 __all__ = ["LayerWeights", "StepRoom", "finish_layer", "float_bits_of", "project"]
 
@@ -171,22 +172,6 @@ def _share(count: Any, thread: Any, threads: Any) -> Any:
     return count * thread // threads
 
 
-@njit(nogil=True)
-def _write_head(c: Any, tokens: Any, dim: Any, row_bytes: Any, out: Any) -> None:
-    """Write lanes of one head as rows of bfloat16."""
-    for token in range(tokens):
-        for d in range(dim):
-            store_i16(out + token * row_bytes + d * 2, load_i32(c + d * _ROW + token * 4) >> 16)
-
-
-@njit(nogil=True)
-def _pack_rows(src: Any, tokens: Any, row_bytes: Any, out: Any) -> None:
-    """Write rows of bfloat16 as the pairs of one group."""
-    for token in range(tokens):
-        for pair in range(row_bytes // 4):
-            store_i32(out + pair * _ROW + token * 4, load_i32(src + token * row_bytes + pair * 4))
-
-
 def _build_project(sources: str) -> Any:
     """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
 
@@ -223,9 +208,10 @@ def _build_project(sources: str) -> Any:
                     if f[TURNS] and head < f[HEADS] + f[KV_HEADS]:
                         turn_head(lanes, cos + group * half * _ROW, sin + group * half * _ROW, half)
                     first = group * TOKENS
-                    _write_head(
-                        lanes, min(TOKENS, tokens - first), dim, stride * dim * 2, out + (first * stride + at) * dim * 2
-                    )
+                    write_halves(
+                        lanes, dim // _TILE_ROWS, min(TOKENS, tokens - first), out + (first * stride + at) * dim * 2,
+                        stride * dim * 2,
+                    )  # fmt: skip
             tile_end(former)
 
     return compiled(njit, project, parallel=True, nogil=True)
@@ -245,7 +231,7 @@ def _build_add_attention(sources: str) -> Any:
             c = pairs + groups * width * (_ROW // 2)
             for group in range(groups):
                 first = group * TOKENS
-                _pack_rows(
+                pack_rows(
                     attended + first * width * 2, min(TOKENS, tokens - first), width * 2,
                     pairs + group * width * (_ROW // 2),
                 )  # fmt: skip

@@ -10,10 +10,18 @@ import torch
 from numba import njit, prange
 
 from prefixkv.kernels import numba_layout as at
-from prefixkv.kernels.numba_amx import TILE_CONFIG, TOKENS, norm_pairs, round_head, tile_begin, tile_end, tile_product
+from prefixkv.kernels.numba_amx import (
+    TILE_CONFIG,
+    TOKENS,
+    norm_pairs,
+    round_head,
+    tile_begin,
+    tile_end,
+    tile_product,
+    write_floats,
+)
 from prefixkv.kernels.numba_attend import _LOG2_E, _NO_SINKS, AttendPlan, _attend, item_functions
 from prefixkv.kernels.numba_build import compiled, sources_digest
-from prefixkv.kernels.numba_ir import load_f32, store_f32
 from prefixkv.kernels.numba_layer import (
     _BLOCK,
     _FORMER,
@@ -99,14 +107,11 @@ def run_head(room: StepRoom, norm: torch.Tensor, eps: float, weight: torch.Tenso
         rows: int64.
     """
     logits = torch.empty(len(rows), weight.shape[0])
-    for first in range(0, len(rows), TOKENS):
-        some = rows[first : first + TOKENS]
-        picked = torch.zeros(room.hidden, TOKENS)
-        picked[:, : len(some)] = room.stream[some // TOKENS, :, some % TOKENS].T
-        _head(
-            norm.data_ptr(), float_bits_of(eps), weight.data_ptr(), weight.shape[0], room.hidden, len(some),
-            picked.data_ptr(), room.scratch, room.scratch_bytes, room.threads, TILE_CONFIG, logits[first:].data_ptr(),
-        )  # fmt: skip
+    picked = room.lanes(room.stream[rows // TOKENS, :, rows % TOKENS])
+    _head(
+        norm.data_ptr(), float_bits_of(eps), weight.data_ptr(), weight.shape[0], room.hidden, len(rows),
+        picked.data_ptr(), room.scratch, room.scratch_bytes, room.threads, TILE_CONFIG, logits.data_ptr(),
+    )  # fmt: skip
     return logits
 
 
@@ -117,22 +122,28 @@ def _build_head(sources: str) -> Any:
         norm: Any, eps: Any, weight: Any, vocab: Any, hidden: Any, tokens: Any, x: Any, scratch: Any,
         scratch_bytes: Any, threads: Any, config: Any, logits: Any
     ) -> None:  # fmt: skip
-        tiles = vocab // _TILE_ROWS if sources else 0
+        tiles, groups = vocab // _TILE_ROWS if sources else 0, -(-tokens // TOKENS)
         for thread in prange(threads):
             former = scratch + thread * scratch_bytes
             pairs = former + _FORMER
-            c = pairs + hidden * (_ROW // 2)
-            norm_pairs(x, hidden, norm, eps, pairs)
+            c = pairs + groups * hidden * (_ROW // 2)
+            for group in range(groups):
+                norm_pairs(x + group * hidden * _ROW, hidden, norm, eps, pairs + group * hidden * (_ROW // 2))
             tile_begin(config, former)
             last = _share(tiles, thread + 1, threads)
             for tile in range(_share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
                 count = min(_BLOCK // _TILE_ROWS, last - tile)
                 row = tile * _TILE_ROWS
-                tile_product(weight + row * hidden * 2, hidden * 2, hidden // 32, pairs, 0, c, 0, count, 1)
-                round_head(c, count * _TILE_ROWS, 0, 0, 0)
-                for token in range(tokens):
-                    for i in range(count * _TILE_ROWS):
-                        store_f32(logits + (token * vocab + row + i) * 4, load_f32(c + i * _ROW + token * 4))
+                tile_product(
+                    weight + row * hidden * 2, hidden * 2, hidden // 32, pairs, hidden * (_ROW // 2), c, _BLOCK * _ROW,
+                    count, groups,
+                )  # fmt: skip
+                for group in range(groups):
+                    lanes, first = c + group * _BLOCK * _ROW, group * TOKENS
+                    round_head(lanes, count * _TILE_ROWS, 0, 0, 0)
+                    write_floats(
+                        lanes, count, min(TOKENS, tokens - first), logits + (first * vocab + row) * 4, vocab * 4
+                    )
             tile_end(former)
 
     return compiled(njit, head, parallel=True, nogil=True)
