@@ -30,7 +30,7 @@ from prefixkv.kernels.numba_amx_tile import (
 from prefixkv.kernels.numba_build import compiled, sources_digest
 from prefixkv.kernels.numba_dots import NOTHING
 from prefixkv.kernels.numba_gather import decode_row
-from prefixkv.kernels.numba_ir import copy_bytes, load_f32, store_f32, store_i32, store_i64, zero_bytes
+from prefixkv.kernels.numba_ir import copy_bytes, load_f32, prefetch, store_f32, store_i32, store_i64, zero_bytes
 from prefixkv.kernels.numba_item import (
     FIRST_QUERY,
     FIRST_ROW,
@@ -227,6 +227,10 @@ def _attend(
     for first in range(item[FIRST_ROW] // TILE_ROWS * TILE_ROWS, item[LAST_ROW], TILE_ROWS):
         rows = min(TILE_ROWS, item[LAST_ROW] - first)
         _prepare_tile(f, s, table, head, first, rows)
+        for row in range(first + TILE_ROWS, min(first + 2 * TILE_ROWS, item[LAST_ROW]), _RUN):
+            place = row_of(f, table, head, row)
+            prefetch(f[at.K_ROWS] + place * f[at.K_BYTES], _RUN * f[at.K_BYTES])
+            prefetch(f[at.V_ROWS] + place * f[at.V_BYTES], _RUN * f[at.V_BYTES])
         for group in range(groups):
             if spans[group, _LOWEST] < first + rows and spans[group, _HIGHEST] > first:
                 seen = spans[group, _FARTHEST] <= first and spans[group, _NEAREST] >= first + TILE_ROWS
