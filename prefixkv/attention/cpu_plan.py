@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from prefixkv.attention.base import AttentionMetadata
+from prefixkv.kernels.numba_amx_tile import TILE_ROWS
 from prefixkv.kernels.numba_attend import AttendPlan
 from prefixkv.kernels.numba_layout import QUERIES_TOGETHER
 from prefixkv.kernels.numba_tiles import ROWS
@@ -21,7 +22,7 @@ __all__ = ["plan_step"]
 SPLIT_ROWS = 256
 """Rows per item of a decode. Fewer would cost more merging, more would leave threads without work at batch 1."""
 
-_CHUNK_ITEMS = 8
+_CHUNK_ITEMS = 4
 """Items that a chunk is cut into at most before its cuts move apart: each cut prepares and merges all queries again."""
 
 
@@ -29,9 +30,10 @@ class _Builder:
     """Collects items and the partial results of each token."""
 
     def __init__(self) -> None:
-        self.items: list[tuple[int, int, int, int, int, bool]] = []
+        self.items: list[tuple[int, int, int, int, int, int]] = []
         self.queries: list[tuple[int, int, int, int]] = []
         self.tokens: list[tuple[int, int, int]] = []
+        self.tiles: list[tuple[int, int, int]] = []
         self.num_slots = 0
 
     def add_token(self, token: int, pieces: int) -> int:
@@ -42,12 +44,16 @@ class _Builder:
         return first
 
     def add_item(
-        self, seq: int, members: Sequence[tuple[int, int, int, int]], start: int, end: int, *, is_chunk: bool
+        self, seq: int, members: Sequence[tuple[int, int, int, int]], start: int, end: int, tiles_from: int | None
     ) -> None:
-        """Add rows ``start`` to ``end`` of a sequence's blocks for members (token, slot, seen from, seen to)."""
+        """Add rows ``start`` to ``end`` of a sequence's blocks for members (token, slot, seen from, seen to).
+
+        ``tiles_from`` is the index that a tile of the sequence's first row would have; None for decodes.
+        """
         first = max(start, min(low for _, _, low, _ in members) // ROWS * ROWS)
         last = min(end, max(high for _, _, _, high in members))
-        self.items.append((seq, first, last, len(self.queries), len(members), is_chunk))
+        tile = -1 if tiles_from is None else tiles_from + first // TILE_ROWS
+        self.items.append((seq, first, last, len(self.queries), len(members), tile))
         self.queries.extend(members)
 
 
@@ -79,13 +85,14 @@ def plan_step(
             some = members[at : at + together]
             # Any member's table will do that reaches as far as the furthest: between the cuts they are the same.
             reader = max(some, key=lambda member: member[1][3])[0]
-            builder.add_item(reader, [fields for _, fields in some], cut, cut + SPLIT_ROWS, is_chunk=False)
+            builder.add_item(reader, [fields for _, fields in some], cut, cut + SPLIT_ROWS, None)
     # The longest first: threads that take what is left over then end at about the same time.
     builder.items.sort(key=lambda item: (item[1] - item[2]) * (8 + item[4] * group))
     return AttendPlan(
         items=np.array(builder.items, np.int64).reshape(-1, 6),
         queries=np.array(builder.queries, np.int64).reshape(-1, 4),
         tokens=np.array(builder.tokens, np.int64).reshape(-1, 3),
+        tiles=np.array(builder.tiles, np.int64).reshape(-1, 3),
         tables=meta.block_table.numpy(),
         num_slots=builder.num_slots,
     )
@@ -121,6 +128,10 @@ def _add_chunk(
 ) -> None:
     """Add the tokens of a chunk, some of them together at a time."""
     packs = [tokens[at : at + together] for at in range(0, len(tokens), together)]
+    lows, highs = zip(*(_seen(meta, token, window) for token in tokens), strict=True)
+    begin, end = min(lows) // TILE_ROWS, max(highs)
+    tiles_from = len(builder.tiles) - begin
+    builder.tiles += [(seq, row, min(TILE_ROWS, end - row)) for row in range(begin * TILE_ROWS, end, TILE_ROWS)]
     split = SPLIT_ROWS
     while len(packs) > 1 and len(packs) * meta.kv_lens[seq] > _CHUNK_ITEMS * split:
         split *= 2
@@ -132,4 +143,4 @@ def _add_chunk(
         slots = [builder.add_token(token, len(cuts)) for token in pack]
         for i, cut in enumerate(cuts):
             members = [(t, slot + i, low, high) for t, slot, (low, high) in zip(pack, slots, seen, strict=True)]
-            builder.add_item(seq, members, cut, cut + split, is_chunk=True)
+            builder.add_item(seq, members, cut, cut + split, tiles_from)

@@ -1,12 +1,12 @@
 """Attention on one tile by a processor's matrix unit (Intel AMX): scores, softmax, weighted sums.
 
-A tile is 64 rows of keys and values; queries go by groups of 16, the lanes of a vector. Scores come out with a row of
-the tile in each vector, so the softmax of 16 queries is plain vector code: nothing is added across a vector.
+A tile is 64 rows of keys and values in bfloat16, whatever they are stored as; queries go by groups of 16, the lanes of
+a vector. Scores come out with a row of the tile in each vector, so the softmax of 16 queries is plain vector code:
+nothing is added across a vector.
 
-* Keys are one operand as they lie, 16 rows by 64 bytes. 8-bit codes meet queries in 16 bits, as two planes of 8;
-  bfloat16 meets bfloat16.
-* Values are woven into pairs of rows, codes of 8 bits exactly, as bfloat16; the weights of a query, times the rows'
-  scales, are rounded to bfloat16, and sums are float32.
+* Keys are one operand as rows, 16 of them by 64 bytes; queries are lanes of pairs.
+* Values are turned, a row for each of their numbers: then weights are the other operand as they come out of the
+  softmax, rounded to bfloat16, and sums are lanes again. They are float32.
 
 What is computed for a query depends on it and on the tile alone, bit for bit.
 """
@@ -32,16 +32,13 @@ from prefixkv.kernels.numba_ir import (
     I8,
     I16,
     I32,
-    any_nan,
     bf16_bits,
-    call_vector,
     columns_of,
     fma,
     greatest,
     load,
     micro_kernel,
     offset,
-    reduce,
     repeat,
     splat,
     store,
@@ -52,15 +49,12 @@ from prefixkv.kernels.numba_ir import (
 __all__ = [
     "TILE_ROWS",
     "add_values",
-    "mask_lanes",
-    "pack_codes",
-    "pack_halves",
-    "scale_scores",
-    "score_codes",
-    "score_halves",
-    "softmax_lanes",
-    "weave_codes",
-    "weave_halves",
+    "mask_tile",
+    "pack_queries",
+    "score_tile",
+    "softmax_tile",
+    "turn_values",
+    "write_sums",
 ]
 
 TILE_ROWS = 64
@@ -71,7 +65,6 @@ _RUNS = TILE_ROWS // _RUN
 _I64 = ir.IntType(64)
 _FLOATS, _INTS = vector(F32, TOKENS), vector(I32, TOKENS)
 _LINE = TOKENS * 4
-_MOST = 32767.0
 
 _EXP2 = (5.5171669e-2, 2.4261113e-1, 6.9326097e-1, 9.9992806e-1)
 """2**x on -0.5 to 0.5 to within 8e-5 of itself, as in ``numba_dots``: the weights are rounded to 8 bits anyway."""
@@ -96,102 +89,78 @@ def _splat_at(b: ir.IRBuilder, address: Any) -> Any:
 # ---------------------------------------------------------------- queries
 
 
-def _emit_pack_codes(b: ir.IRBuilder, row: Any, steps: Any, dst: Any, lane: Any, scale: Any) -> None:
-    """Write a float32 query as lane ``lane`` of two planes of 8 bits, and the value of one step to ``scale``.
+def _emit_pack_queries(b: ir.IRBuilder, sources: Any, steps: Any, turn: Any, room: Any, dst: Any) -> None:
+    """Write 16 queries as lanes of pairs, multiplied by the Hadamard matrix of ``turn`` numbers, without its factor.
 
-    Args: row [64 * steps]; dst [steps, 2, 16, 16] groups of 4 numbers, the upper bytes first.
+    Args: sources [16] addresses of rows of ``32 * steps`` bfloat16; turn: 0 or 1 for no matrix; room
+    [32 * steps, 16] float32; dst [steps, 16, 16] pairs.
     """
-    sizes, strange = (variable(b, _number(b, 0.0)) for _ in range(2))
-    with repeat(b, b.mul(steps, steps.type(4))) as i:
-        x = load(b, _line(b, row, i), _FLOATS)
-        b.store(greatest(b, call_vector(b, "llvm.fabs", x), b.load(sizes)), sizes)
-        b.store(b.fadd(b.load(strange), b.fsub(x, x)), strange)  # NaN, if there is one
-    top = reduce(b, lambda x, y: greatest(b, x, y), b.load(sizes))
-    step = b.fmul(top, F32(1.0 / _MOST))
-    store(b, scale, b.select(any_nan(b, [b.load(strange)]), F32(float("nan")), step))
-    inverse = splat(b, b.select(b.fcmp_ordered(">", top, F32(1e-30)), b.fdiv(F32(_MOST), top), F32(0.0)), TOKENS)
-    with repeat(b, steps) as at, repeat(b, 4) as part:
-        x = b.fmul(load(b, offset(b, row, (at, 4 * _LINE), (part, _LINE)), _FLOATS), inverse)
-        codes = b.fptosi(call_vector(b, "llvm.rint", x), _INTS)
-        for plane, some in enumerate((b.ashr(codes, _whole(b, 8)), codes)):
-            fours = b.bitcast(b.trunc(some, vector(I8, 16)), vector(I32, 4))
-            for j in range(4):
-                place = offset(b, dst, (at, 2 * TILE_BYTES), (part, 4 * _LINE), (lane, 4))
-                store(b, offset(b, place, (plane * TILE_BYTES + j * _LINE, 1)), b.extract_element(fours, I32(j)))
+    starts = [load(b, offset(b, sources, (i, 8)), _I64) for i in range(TOKENS)]
+    turns = b.icmp_unsigned(">", turn, turn.type(1))
+    with b.if_else(turns) as (then, other):
+        with then:
+            with repeat(b, steps) as step:
+                columns = columns_of(b, [load(b, offset(b, start, (step, 64)), _INTS) for start in starts])
+                for i, column in enumerate(columns):
+                    place = offset(b, room, (step, 2 * TILE_BYTES), (i, 2 * _LINE))
+                    store(b, place, b.shl(column, _whole(b, 16)))
+                    store(b, offset(b, place, (1, _LINE)), b.and_(column, _whole(b, -0x10000)))
+            _emit_hadamard(b, room, b.mul(steps, steps.type(32)), turn)
+            with repeat(b, b.mul(steps, steps.type(16))) as pair:
+                place = offset(b, room, (pair, 2 * _LINE))
+                low, high = (bf16_bits(b, load(b, offset(b, place, (i, _LINE)), _FLOATS)) for i in range(2))
+                store(b, _line(b, dst, pair), b.or_(low, b.shl(high, _whole(b, 16))))
+        with other, repeat(b, steps) as step:
+            columns = columns_of(b, [load(b, offset(b, start, (step, 64)), _INTS) for start in starts])
+            for i, column in enumerate(columns):
+                store(b, offset(b, dst, (step, TILE_BYTES), (i, _LINE)), column)
 
 
-def _emit_pack_halves(b: ir.IRBuilder, row: Any, steps: Any, dst: Any, lane: Any) -> None:
-    """Write a float32 query, rounded to bfloat16, as lane ``lane`` of pairs.
-
-    Args: row [32 * steps]; dst [steps, 16, 16] pairs.
-    """
-    with repeat(b, steps) as at, repeat(b, 2) as part:
-        x = load(b, offset(b, row, (at, 2 * _LINE), (part, _LINE)), _FLOATS)
-        pairs = b.bitcast(b.trunc(bf16_bits(b, x), vector(I16, 16)), vector(I32, 8))
-        for j in range(8):
-            place = offset(b, dst, (at, TILE_BYTES), (part, 8 * _LINE), (lane, 4), (j * _LINE, 1))
-            store(b, place, b.extract_element(pairs, I32(j)))
+def _emit_hadamard(b: ir.IRBuilder, lanes: Any, count: Any, turn: Any) -> None:
+    """Multiply ``count`` lines, in blocks of ``turn``, by the Hadamard matrix without its factor."""
+    for step in (1, 4, 16, 64, 256):
+        for radix in (4, 2):  # two of its stages at once where there are two
+            sized = (">=" if radix == 4 else "==", turn.type(radix * step))
+            with b.if_then(b.icmp_unsigned(sized[0], turn, sized[1])):
+                blocks = b.udiv(count, count.type(radix * step))
+                with repeat(b, blocks) as block, repeat(b, step) as i:
+                    first = offset(b, lanes, (block, radix * step * _LINE), (i, _LINE))
+                    places = [offset(b, first, (k * step, _LINE)) for k in range(radix)]
+                    values = [load(b, place, _FLOATS) for place in places]
+                    for apart in (1, 2)[: radix // 2]:
+                        for k in (k for k in range(radix) if not k & apart):
+                            x, y = values[k], values[k + apart]
+                            values[k], values[k + apart] = b.fadd(x, y), b.fsub(x, y)
+                    for place, value in zip(places, values, strict=True):
+                        store(b, place, value)
 
 
 # ---------------------------------------------------------------- scores
 
 
-def _run_at(b: ir.IRBuilder, runs: Any, run: int) -> Any:
-    return load(b, offset(b, runs, (run, 8)), _I64)
-
-
-def _emit_score_codes(b: ir.IRBuilder, runs: Any, stride: Any, steps: Any, q: Any, out: Any) -> None:
-    """Write the products of 64 rows of int8 with the two planes of a group, [2, 64, 16] int32.
-
-    Args: runs [4] addresses of 16 rows each, ``stride`` bytes apart.
-    """
-    for first in range(0, _RUNS, 2):
-        for i in range(4):
-            amx(b, "tilezero", I8(i))
-        places = [_run_at(b, runs, first + i) for i in range(2)]
-        with repeat(b, steps) as step:
-            for plane in range(2):
-                where = offset(b, q, (step, 2 * TILE_BYTES), (plane, TILE_BYTES))
-                amx(b, "tileloadd64", I8(6 + plane), pointer(b, where), _I64(64))
-            for i, place in enumerate(places):
-                amx(b, "tileloadd64", I8(4 + i), pointer(b, offset(b, place, (step, 64))), stride)
-                amx(b, "tdpbssd", I8(2 * i), I8(4 + i), I8(6))
-                amx(b, "tdpbsud", I8(2 * i + 1), I8(4 + i), I8(7))
-        for i in range(2):
-            for plane in range(2):
-                place = offset(b, out, (plane * TILE_ROWS * _LINE + (first + i) * TILE_BYTES, 1))
-                amx(b, "tilestored64", I8(2 * i + plane), pointer(b, place), _I64(64))
-
-
-def _emit_score_halves(b: ir.IRBuilder, runs: Any, stride: Any, steps: Any, q: Any, out: Any) -> None:
-    """Write the products of 64 rows of bfloat16 with a group, [64, 16] float32."""
+def _emit_score(b: ir.IRBuilder, k: Any, steps: Any, q: Any, out: Any) -> None:
+    """Write the products of 64 keys [64, 32 * steps] with a group of queries, [64, 16] float32."""
+    stride = b.mul(steps, steps.type(64))
     for i in range(_RUNS):
         amx(b, "tilezero", I8(i))
-    places = [_run_at(b, runs, i) for i in range(_RUNS)]
     with repeat(b, steps) as step:
         amx(b, "tileloadd64", I8(6), pointer(b, offset(b, q, (step, TILE_BYTES))), _I64(64))
-        for i, place in enumerate(places):
-            amx(b, "tileloadd64", I8(4 + i % 2), pointer(b, offset(b, place, (step, 64))), stride)
+        for i in range(_RUNS):
+            rows = offset(b, k, (step, 64), (stride, i * _RUN))
+            amx(b, "tileloadd64", I8(4 + i % 2), pointer(b, rows), stride)
             amx(b, "tdpbf16ps", I8(i), I8(4 + i % 2), I8(6))
     for i in range(_RUNS):
         amx(b, "tilestored64", I8(i), pointer(b, offset(b, out, (i, TILE_BYTES))), _I64(64))
 
 
-def _emit_mask(b: ir.IRBuilder, scores: Any, first: Any, low: Any, high: Any, most: Any, peak: Any) -> None:
-    """Take from each query the rows that it does not see: those before ``low`` [16] or from ``high`` [16] on, int32.
-
-    Writes ``peak`` [16] anew, the largest score of each query that is left, not less than ``most`` [16].
-    """
+def _emit_mask(b: ir.IRBuilder, scores: Any, first: Any, low: Any, high: Any) -> None:
+    """Take from each query the rows that it does not see: those before ``low`` [16] or from ``high`` [16] on, int32."""
     lows, highs = (load(b, address, _INTS) for address in (low, high))
-    largest = variable(b, load(b, most, _FLOATS))
     with repeat(b, TILE_ROWS) as row:
         place = _line(b, scores, row)
         number = splat(b, b.trunc(b.add(first, row), I32), TOKENS)
         seen = b.and_(b.icmp_signed(">=", number, lows), b.icmp_signed("<", number, highs))
-        x = b.select(seen, load(b, place, _FLOATS), _number(b, MASKED))
-        store(b, place, x)
-        b.store(greatest(b, x, b.load(largest)), largest)
-    store(b, peak, b.load(largest))
+        store(b, place, b.select(seen, load(b, place, _FLOATS), _number(b, MASKED)))
 
 
 def _exp2(b: ir.IRBuilder, x: Any) -> Any:
@@ -218,153 +187,102 @@ def _fold(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
     return result
 
 
-def _emit_scale_scores(
-    b: ir.IRBuilder, scores: Any, planes: Any, k_scales: Any, q_scales: Any, most: Any, peak: Any
-) -> None:
-    """Turn products into scores in powers of two, in place: [64, 16] float32; the largest of each query to ``peak``.
-
-    Args: planes: whether the products are two planes of int32; k_scales [64], read then; q_scales [16]; most [16], of
-    the rows before; peak [16], not less than ``most``.
-    """
-    factor = load(b, q_scales, _FLOATS)
-    peaks = [variable(b, load(b, most, _FLOATS)) for _ in range(_WIDE)]
-
-    def keep(i: int, place: Any, x: Any) -> None:
-        store(b, place, x)
-        b.store(greatest(b, x, b.load(peaks[i])), peaks[i])
-
-    with b.if_else(b.icmp_unsigned("!=", planes, planes.type(0))) as (then, other):
-        with then, repeat(b, TILE_ROWS // _WIDE) as group:
-            for i in range(_WIDE):
-                row = b.add(b.mul(group, group.type(_WIDE)), group.type(i))
-                place = _line(b, scores, row)
-                upper, lower = (load(b, offset(b, place, (plane, TILE_ROWS * _LINE)), _INTS) for plane in range(2))
-                dot = b.sitofp(b.add(b.shl(upper, _whole(b, 8)), lower), _FLOATS)
-                scale = b.fmul(_splat_at(b, offset(b, k_scales, (row, 4))), factor)
-                keep(i, place, b.fmul(dot, scale))
-        with other, repeat(b, TILE_ROWS // _WIDE) as group:
-            for i in range(_WIDE):
-                place = offset(b, scores, (group, _WIDE * _LINE), (i, _LINE))
-                keep(i, place, b.fmul(load(b, place, _FLOATS), factor))
-    store(b, peak, _fold([b.load(place) for place in peaks], lambda x, y: greatest(b, x, y)))
-
-
 def _emit_softmax(
-    b: ir.IRBuilder, scores: Any, masked: Any, v_scales: Any, most: Any, total: Any, shrink: Any, acc: Any, width: Any,
-    weights: Any
-) -> None:  # fmt: skip
+    b: ir.IRBuilder, scores: Any, factor: Any, most: Any, total: Any, acc: Any, width: Any, weights: Any
+) -> None:
     """Go on with the running softmax of a group by scores [64, 16], and write the weights that its values get.
 
-    Args: masked: whether some rows are not seen, whose scales must not count; v_scales [64]; most, total [16]; shrink
-    [16] the new maximum, overwritten; acc [16, width] sums so far, brought to the new maximum; weights [2, 16, 16]
-    pairs of bfloat16: 32 rows, query by query, rows i and i + 16 side by side.
+    Args: factor: bits of the float32 that makes powers of two of scores, more than 0; most, total [16]; acc [width, 16]
+    sums so far, brought to the new maximum; weights [2, 16, 16] pairs of bfloat16, rows i and i + 16 of 32 side by
+    side.
     """
-    before, peak = load(b, most, _FLOATS), load(b, shrink, _FLOATS)
-    factor = variable(b, _number(b, 1.0))
+    scale = splat(b, b.bitcast(b.trunc(factor, I32), F32), TOKENS)
+    peaks = [variable(b, load(b, offset(b, scores, (i, _LINE)), _FLOATS)) for i in range(_WIDE)]
+    with repeat(b, TILE_ROWS // _WIDE) as group:
+        for i, place in enumerate(peaks):
+            x = load(b, offset(b, scores, (group, _WIDE * _LINE), (i, _LINE)), _FLOATS)
+            b.store(greatest(b, x, b.load(place)), place)
+    before = load(b, most, _FLOATS)
+    largest = _fold([b.load(place) for place in peaks], lambda x, y: greatest(b, x, y))
+    peak = greatest(b, b.fmul(largest, scale), before)
+    shrink = variable(b, _number(b, 1.0))
     moved = b.bitcast(b.fcmp_ordered(">", peak, before), I16)
     with b.if_then(b.icmp_unsigned("!=", moved, I16(0))):  # seldom after the first tiles
-        b.store(_exp2(b, b.fsub(before, peak)), factor)
+        b.store(_exp2(b, b.fsub(before, peak)), shrink)
         store(b, most, peak)
-        store(b, shrink, b.load(factor))
-        with repeat(b, TOKENS) as query:
-            less = _splat_at(b, offset(b, shrink, (query, 4)))
-            with repeat(b, b.udiv(width, width.type(TOKENS))) as i:
-                place = offset(b, acc, (b.mul(query, width), 4), (i, _LINE))
-                store(b, place, b.fmul(load(b, place, _FLOATS), less))
+        with repeat(b, width) as i:
+            place = _line(b, acc, i)
+            store(b, place, b.fmul(load(b, place, _FLOATS), b.load(shrink)))
+    below = b.fsub(_number(b, 0.0), peak)
     sums = [variable(b, _number(b, 0.0)) for _ in range(_WIDE)]
-
-    def pairs(check: bool) -> None:
-        with repeat(b, 2) as half, repeat(b, _RUN // (_WIDE // 2)) as group:
-            for i in range(_WIDE // 2):
-                pair = b.add(b.mul(group, group.type(_WIDE // 2)), group.type(i))
-                both = []
-                for j in range(2):
-                    row = offset(b, pair, (half, 2 * _RUN), (j, _RUN))
-                    x = _exp2(b, b.fsub(load(b, _line(b, scores, row), _FLOATS), peak))
-                    place = sums[2 * i + j]
-                    b.store(b.fadd(b.load(place), x), place)
-                    y = b.fmul(x, _splat_at(b, offset(b, v_scales, (row, 4))))
-                    if check:  # zero times NaN would count
-                        y = b.select(b.fcmp_ordered(">", x, _number(b, 0.0)), y, x)
-                    both.append(b.add(b.bitcast(y, _INTS), _whole(b, 0x8000)))
-                low = b.lshr(both[0], _whole(b, 16))
-                dwords = b.or_(low, b.and_(both[1], _whole(b, -0x10000)))
-                store(b, offset(b, weights, (half, TILE_BYTES), (pair, _LINE)), dwords)
-
-    with b.if_else(b.icmp_unsigned("!=", masked, masked.type(0))) as (then, other):
-        with then:
-            pairs(True)
-        with other:
-            pairs(False)
+    with repeat(b, 2) as half, repeat(b, _RUN // (_WIDE // 2)) as group:
+        for i in range(_WIDE // 2):
+            pair = b.add(b.mul(group, group.type(_WIDE // 2)), group.type(i))
+            both = []
+            for j in range(2):
+                row = offset(b, pair, (half, 2 * _RUN), (j, _RUN))
+                x = _exp2(b, fma(b, load(b, _line(b, scores, row), _FLOATS), scale, below))
+                place = sums[2 * i + j]
+                b.store(b.fadd(b.load(place), x), place)
+                both.append(b.add(b.bitcast(x, _INTS), _whole(b, 0x8000)))
+            dwords = b.or_(b.lshr(both[0], _whole(b, 16)), b.and_(both[1], _whole(b, -0x10000)))
+            store(b, offset(b, weights, (half, TILE_BYTES), (pair, _LINE)), dwords)
     all_sums = _fold([b.load(place) for place in sums], b.fadd)
-    store(b, total, fma(b, load(b, total, _FLOATS), b.load(factor), all_sums))
-    with repeat(b, 2) as half:
-        base = offset(b, weights, (half, TILE_BYTES))
-        lines = [load(b, offset(b, base, (i, _LINE)), _INTS) for i in range(16)]
-        for i, line in enumerate(columns_of(b, lines)):
-            store(b, offset(b, base, (i, _LINE)), line)
+    store(b, total, fma(b, load(b, total, _FLOATS), b.load(shrink), all_sums))
 
 
 # ---------------------------------------------------------------- values
 
 
-def _weave(name: str, size: int, join: Callable[[ir.IRBuilder, Any, Any], Any], kind: ir.Type) -> Any:
-    """Return ``weave(runs, stride, parts, dst)``: 64 rows of ``16 * parts`` numbers to [2, parts, 16, 16] pairs.
-
-    Rows i and i + 16 of 32 are side by side.
-    """
-
-    def emit(b: ir.IRBuilder, runs: Any, stride: Any, parts: Any, dst: Any) -> None:
-        for half in range(2):
-            places = [_run_at(b, runs, 2 * half + i) for i in range(2)]
-            with repeat(b, _RUN) as row:
-                rows = [offset(b, place, (row, stride)) for place in places]
-                out = offset(b, dst, (parts, half * TILE_BYTES), (row, _LINE))
-                with repeat(b, parts) as part:
-                    x, y = (load(b, offset(b, at, (part, 16 * size)), vector(kind, 16)) for at in rows)
-                    store(b, offset(b, out, (part, TILE_BYTES)), join(b, x, y))
-
-    return micro_kernel(name, 4, emit)
-
-
-def _join_codes(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    low, high = (b.bitcast(b.sitofp(b.sext(codes, _INTS), _FLOATS), _INTS) for codes in (x, y))
-    return b.or_(b.lshr(low, _whole(b, 16)), high)  # a code has at most 8 bits: nothing is lost
-
-
-def _join_halves(b: ir.IRBuilder, x: Any, y: Any) -> Any:
-    low, high = (b.zext(halves, _INTS) for halves in (x, y))
-    return b.or_(low, b.shl(high, _whole(b, 16)))
+def _emit_turn_values(b: ir.IRBuilder, rows: Any, parts: Any, dst: Any) -> None:
+    """Turn 64 rows of ``16 * parts`` bfloat16 into [2, parts, 16, 16] pairs: number, then rows i and i + 16 of 32."""
+    stride = b.mul(parts, parts.type(2 * TOKENS))
+    with repeat(b, 2) as half, repeat(b, parts) as part:
+        first = offset(b, rows, (b.mul(half, half.type(2 * _RUN)), stride), (part, 2 * TOKENS))
+        pairs = []
+        for row in range(_RUN):
+            places = (offset(b, first, (stride, row + i * _RUN)) for i in range(2))
+            low, high = (b.zext(load(b, place, vector(I16, TOKENS)), _INTS) for place in places)
+            pairs.append(b.or_(low, b.shl(high, _whole(b, 16))))
+        out = offset(b, dst, (b.add(b.mul(half, parts), part), TILE_BYTES))
+        for i, column in enumerate(columns_of(b, pairs)):
+            store(b, offset(b, out, (i, _LINE)), column)
 
 
 def _emit_add_values(b: ir.IRBuilder, weights: Any, values: Any, parts: Any, acc: Any) -> None:
-    """Add the weighted sums of 64 rows to acc [16, 16 * parts] float32; values as woven."""
-    stride = b.mul(parts, parts.type(_LINE))
+    """Add the weighted sums of 64 rows to acc [16 * parts, 16] float32; values as turned."""
     for half in range(2):
         amx(b, "tileloadd64", I8(6 + half), pointer(b, offset(b, weights, (half, TILE_BYTES))), _I64(64))
 
     def emit(first: Any, width: int) -> None:
-        places = [offset(b, acc, (first, _LINE), (i, _LINE)) for i in range(width)]
+        places = [offset(b, acc, (first, TILE_BYTES), (i, TILE_BYTES)) for i in range(width)]
         for i, place in enumerate(places):
-            amx(b, "tileloadd64", I8(i), pointer(b, place), stride)
+            amx(b, "tileloadd64", I8(i), pointer(b, place), _I64(64))
         for half in range(2):
             for i in range(width):
                 where = offset(b, values, (parts, half * TILE_BYTES), (first, TILE_BYTES), (i, TILE_BYTES))
                 amx(b, "tileloadd64", I8(2 + 2 * half + i), pointer(b, where), _I64(64))
-                amx(b, "tdpbf16ps", I8(i), I8(6 + half), I8(2 + 2 * half + i))
+                amx(b, "tdpbf16ps", I8(i), I8(2 + 2 * half + i), I8(6 + half))
         for i, place in enumerate(places):
-            amx(b, "tilestored64", I8(i), pointer(b, place), stride)
+            amx(b, "tilestored64", I8(i), pointer(b, place), _I64(64))
 
     in_twos(b, parts, emit)
 
 
-pack_codes = micro_kernel("pack_codes", 5, _emit_pack_codes)
-pack_halves = micro_kernel("pack_halves", 4, _emit_pack_halves)
-score_codes = micro_kernel("score_codes", 5, _emit_score_codes)
-score_halves = micro_kernel("score_halves", 5, _emit_score_halves)
-scale_scores = micro_kernel("scale_scores", 6, _emit_scale_scores)
-mask_lanes = micro_kernel("mask_lanes", 6, _emit_mask)
-softmax_lanes = micro_kernel("softmax_lanes", 9, _emit_softmax)
-weave_codes = _weave("weave_codes", 1, _join_codes, I8)
-weave_halves = _weave("weave_halves", 2, _join_halves, I16)
+def _emit_write_sums(b: ir.IRBuilder, acc: Any, parts: Any, targets: Any, count: Any) -> None:
+    """Write the sums [16 * parts, 16] of ``count`` queries as rows to the addresses ``targets`` [16]."""
+    with repeat(b, parts) as part:
+        base = offset(b, acc, (part, TILE_BYTES))
+        columns = columns_of(b, [load(b, offset(b, base, (i, _LINE)), _INTS) for i in range(TOKENS)])
+        for lane, column in enumerate(columns):
+            with b.if_then(b.icmp_unsigned("<", count.type(lane), count)):
+                store(b, offset(b, load(b, offset(b, targets, (lane, 8)), _I64), (part, _LINE)), column)
+
+
+pack_queries = micro_kernel("pack_queries", 5, _emit_pack_queries)
+score_tile = micro_kernel("score_tile", 4, _emit_score)
+mask_tile = micro_kernel("mask_tile", 4, _emit_mask)
+softmax_tile = micro_kernel("softmax_tile", 7, _emit_softmax)
+turn_values = micro_kernel("turn_values", 3, _emit_turn_values)
 add_values = micro_kernel("add_values", 4, _emit_add_values)
+write_sums = micro_kernel("write_sums", 4, _emit_write_sums)

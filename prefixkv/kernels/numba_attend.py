@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import njit, prange
 
 from prefixkv.kernels import numba_layout as at
-from prefixkv.kernels.numba_amx_item import matrix_item_function
+from prefixkv.kernels.numba_amx_item import call_prepare, chunk_function, prepare_function
 from prefixkv.kernels.numba_build import compiled, sources_digest, use_threads
 from prefixkv.kernels.numba_dots import EXP2, NOTHING
 from prefixkv.kernels.numba_halves import store_number
@@ -44,7 +44,7 @@ from prefixkv.kernels.numba_ir import (
     store,
     vector,
 )
-from prefixkv.kernels.numba_item import IS_CHUNK, call_item, item_function
+from prefixkv.kernels.numba_item import FIRST_TILE, call_item, item_function
 from prefixkv.kernels.numba_layout import LayerView
 from prefixkv.kernels.numba_queries import turn_row
 
@@ -57,42 +57,57 @@ class AttendPlan:
     """One step's work, and the room it is done in. Dies with the step; one thread uses it."""
 
     def __init__(
-        self, items: np.ndarray, queries: np.ndarray, tokens: np.ndarray, tables: np.ndarray, num_slots: int
-    ) -> None:
+        self, items: np.ndarray, queries: np.ndarray, tokens: np.ndarray, tiles: np.ndarray, tables: np.ndarray,
+        num_slots: int
+    ) -> None:  # fmt: skip
         """Keep the arrays; they must be contiguous and not change.
 
         Args:
             items: [I, 6] int64: block table, first row (a multiple of 32), end of the rows, first query, number of
-                queries, whether they are a chunk's.
+                queries, for a chunk the index of the tile that its first row is in, for a decode -1.
             queries: [J, 4] int64: row of q, where its partial result goes, first row it sees, end of the rows it sees.
             tokens: [T', 3] int64: row of q, its first partial result, how many there are.
+            tiles: [N, 3] int64, what chunks read: block table, first row (a multiple of 64), number of rows.
             tables: [S, M] int32 block tables.
             num_slots: Partial results in all.
         """
         self.items = items.copy()
-        self.items[:, 0] *= tables.shape[1]  # where a table begins: saves the kernel the width
-        arrays = self._arrays = (self.items, queries, tables)
+        tiles = tiles.copy()
+        for rows in (self.items, tiles):
+            rows[:, 0] *= tables.shape[1]  # where a table begins: saves the kernel the width
+        self._arrays = (queries, tables, tiles)
         self._num_slots = num_slots
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = self._prepared = torch.empty(0, dtype=torch.uint8)
         self._partial = np.empty(0, np.float32)
-        self.items_address, self.queries_address, self.tables_address = (x.ctypes.data for x in arrays)
-        self.num_items = len(items)
+        self.fields = np.array(
+            [self.items.ctypes.data, len(items), queries.ctypes.data, tables.ctypes.data, tiles.ctypes.data, len(tiles)]
+        )
         self.tokens = tokens
         self.threads = use_threads()
 
-    def room(self, scratch_bytes: int, heads: int, width: int) -> tuple[int, np.ndarray]:
-        """Return the address of the threads' scratch and [slots, heads, width] for partial results; may allocate."""
-        need = scratch_bytes * self.threads + 64
+    def room(self, view: LayerView, heads: int) -> tuple[int, int, np.ndarray]:
+        """Return the addresses of the threads' scratch and of prepared tiles, and room for partial results.
+
+        That is [slots, heads, width]. May allocate.
+        """
+        need = view.scratch_bytes * self.threads + 64
         if self._scratch.numel() < need:
             self._scratch = torch.empty(need, dtype=torch.uint8)
-        size = self._num_slots * heads * width
+        need = len(self._arrays[2]) * view.num_kv_heads * view.tile_bytes + 64 if view.matrix else 0
+        if self._prepared.numel() < need:
+            self._prepared = torch.empty(need, dtype=torch.uint8)
+        size = self._num_slots * heads * view.partial_width
         if self._partial.size < size:
             self._partial = np.empty(size, np.float32)
-        partial = self._partial[:size].reshape(self._num_slots, heads, width)
-        return -(-self._scratch.data_ptr() // 64) * 64, partial
+        partial = self._partial[:size].reshape(self._num_slots, heads, view.partial_width)
+        scratch, prepared = (-(-room.data_ptr() // 64) * 64 for room in (self._scratch, self._prepared))
+        return scratch, prepared, partial
 
 
-_ITEM_BYTES = 6 * 8
+P_ITEMS, P_NUM_ITEMS, P_QUERIES, P_TABLES, P_TILES, P_NUM_TILES = range(6)
+"""Fields of a plan: addresses and counts."""
+
+_ITEM_BYTES, _TILE_BYTES = 6 * 8, 3 * 8
 _TOKEN, _SLOT, _NUM_SLOTS = 0, 1, 2
 
 _LOG2_E = 1.4426950408889634
@@ -177,20 +192,33 @@ def _build(sources: str) -> Any:
     """Return the compiled entry. Its disk cache is keyed by what it closes over, so by the sources of its parts too."""
 
     def attend(
-        decode_item: Any, chunk_item: Any, f: Any, items: Any, num_items: Any, queries: Any, tables: Any, tokens: Any,
-        partial: Any, scratch: Any, scratch_bytes: Any, threads: Any, kv_heads: Any, heads: Any, dim: Any, q: Any,
+        decode_item: Any, chunk_item: Any, prepare: Any, f: Any, plan: Any, tokens: Any, partial: Any, scratch: Any,
+        scratch_bytes: Any, prepared: Any, tile_bytes: Any, threads: Any, kv_heads: Any, heads: Any, dim: Any, q: Any,
         q_mode: Any, factor: Any, cap: Any, sinks: Any, out: Any
     ) -> None:  # fmt: skip
         counter = np.zeros(1, np.int64)
         next_work = counter.ctypes.data
-        count = num_items * kv_heads if sources else 0
+        head_bytes = plan[P_NUM_TILES] * tile_bytes
+        count = plan[P_NUM_TILES] * kv_heads if prepare and sources else 0
+        if count > 0:
+            for thread in prange(threads):
+                for work in range(count * thread // threads, count * (thread + 1) // threads):
+                    tile, head = work // kv_heads, work % kv_heads
+                    call_prepare(
+                        prepare, f, scratch + thread * scratch_bytes, plan[P_TILES] + tile * _TILE_BYTES,
+                        plan[P_TABLES], head, prepared + head * head_bytes + tile * tile_bytes,
+                    )  # fmt: skip
+        count = plan[P_NUM_ITEMS] * kv_heads
         for thread in prange(threads):
             work = atomic_add(next_work, 1)
             while work < count:
-                item = items + work // kv_heads * _ITEM_BYTES
+                item, head = plan[P_ITEMS] + work // kv_heads * _ITEM_BYTES, work % kv_heads
+                function, how = decode_item, q_mode
+                if prepare and load_i64(item + FIRST_TILE * 8) >= 0:
+                    function, how = chunk_item, prepared + head * head_bytes
                 call_item(
-                    chunk_item if load_i64(item + IS_CHUNK * 8) else decode_item, f, scratch + thread * scratch_bytes,
-                    item, queries, tables, work % kv_heads, q, q_mode, heads, partial.ctypes.data, factor, cap,
+                    function, f, scratch + thread * scratch_bytes, item, plan[P_QUERIES], plan[P_TABLES], head, q, how,
+                    heads, partial.ctypes.data, factor, cap,
                 )  # fmt: skip
                 work = atomic_add(next_work, 1)
         counter[0] = 0  # keeps it alive until here
@@ -208,15 +236,16 @@ def _build(sources: str) -> Any:
 _attend = _build(sources_digest())
 
 
-def item_functions(view: LayerView, dtype: torch.dtype, softcap: float | None) -> tuple[int, int]:
-    """Return the kernels of decodes and of chunks: of these the matrix unit's for queries in bfloat16 where it can.
+def item_functions(view: LayerView, dtype: torch.dtype, softcap: float | None) -> tuple[int, int, int]:
+    """Return the kernels of decodes, of chunks and of what prepares tiles for these; 0 where vectors do all.
 
     A decode has few queries and all rows to read: vectors do it at the speed of memory, and to the same bits whether it
     shares its rows or not.
     """
     vectors: int = item_function().address
-    on_matrix = view.matrix and dtype == torch.bfloat16 and softcap is None
-    return vectors, matrix_item_function().address if on_matrix else vectors
+    if view.matrix and dtype == torch.bfloat16 and softcap is None:
+        return vectors, chunk_function().address, prepare_function().address
+    return vectors, 0, 0
 
 
 def attend(
@@ -235,11 +264,10 @@ def attend(
         sinks: [H] one extra logit per head, or None.
     """
     heads, dim = q.shape[1], out.shape[2]
-    scratch, partial = plan.room(view.scratch_bytes, heads, view.partial_width)
+    scratch, prepared, partial = plan.room(view, heads)
     _attend(
-        *item_functions(view, q.dtype, softcap), view.address, plan.items_address, plan.num_items, plan.queries_address,
-        plan.tables_address, plan.tokens, partial, scratch, view.scratch_bytes, plan.threads, view.num_kv_heads, heads,
-        dim, q.data_ptr(), at.MODES[q.dtype], np.float32(scaling * _LOG2_E / (softcap or 1.0)),
-        np.float32((softcap or 0.0) * _LOG2_E), _NO_SINKS if sinks is None else sinks.detach().float().numpy(),
-        out.data_ptr(),
+        *item_functions(view, q.dtype, softcap), view.address, plan.fields, plan.tokens, partial, scratch,
+        view.scratch_bytes, prepared, view.tile_bytes, plan.threads, view.num_kv_heads, heads, dim, q.data_ptr(),
+        at.MODES[q.dtype], np.float32(scaling * _LOG2_E / (softcap or 1.0)), np.float32((softcap or 0.0) * _LOG2_E),
+        _NO_SINKS if sinks is None else sinks.detach().float().numpy(), out.data_ptr(),
     )  # fmt: skip

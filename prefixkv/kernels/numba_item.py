@@ -42,7 +42,7 @@ from prefixkv.kernels.numba_tiles import (
 __all__ = [
     "FIRST_QUERY",
     "FIRST_ROW",
-    "IS_CHUNK",
+    "FIRST_TILE",
     "ITEM_PARAMETERS",
     "LAST_ROW",
     "NUM_QUERIES",
@@ -56,7 +56,7 @@ __all__ = [
     "row_of",
 ]
 
-TABLE, FIRST_ROW, LAST_ROW, FIRST_QUERY, NUM_QUERIES, IS_CHUNK = range(6)
+TABLE, FIRST_ROW, LAST_ROW, FIRST_QUERY, NUM_QUERIES, FIRST_TILE = range(6)
 """Columns of an item, as ``AttendPlan`` says."""
 
 TOKEN, SLOT, SEEN_FROM, SEEN_TO = range(4)

@@ -73,31 +73,24 @@ MODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int
 ) = range(MOST_QUERIES + 1, MOST_QUERIES + 17)
 
 (
-    M_STEPS,  # 64 bytes of a row of keys that the matrix unit takes at a time
-    M_K_STRIDE,  # bytes between staged rows
-    M_V_STRIDE,
-    M_K_STAGED,  # whether keys are decoded or copied before they are used
-    M_V_STAGED,
+    M_STEPS,  # 64 bytes of a row of keys in bfloat16 that the matrix unit takes at a time
+    M_TILE_BYTES,  # bytes of a prepared tile
     M_CONFIG,  # address of the tiles' shapes
     M_FORMER,  # from here on where the scratch of the matrix unit's kernel lies
     M_LANES,
     M_Q,
-    M_ROW,
-    M_RUNS,
-    M_K_STAGE,
+    M_Q_ROWS,
+    M_ROOM,
     M_V_STAGE,
-    M_K_SCALES,
-    M_V_SCALES,
-    M_V,
     M_SCORES,
     M_WEIGHTS,
     M_ACC,
-) = range(S_ACC + 1, S_ACC + 20)
+) = range(S_ACC + 1, S_ACC + 13)
 
 NUM_FIELDS = M_ACC + 1
 
 STEP_BYTES = 1024
-"""Queries of one group for 64 bytes of a row of keys."""
+"""Bytes of a group of queries for 64 bytes of a row of keys."""
 
 QUERIES_TOGETHER = 48
 """Query heads that share a pass over the rows, or one group if it is larger; more would leave the first cache."""
@@ -115,7 +108,8 @@ class LayerView:
         scratch_bytes: Bytes of scratch that a thread needs.
         partial_width: Numbers of one partial result.
         turned: Whether keys, and whether values, are stored turned by a Hadamard matrix.
-        matrix: Whether the matrix unit can attend queries in bfloat16.
+        matrix: Whether the matrix unit can attend chunks of queries in bfloat16.
+        tile_bytes: Bytes of a tile that is prepared for it.
         tensors: What the addresses point into.
     """
 
@@ -127,6 +121,7 @@ class LayerView:
     partial_width: int
     turned: tuple[bool, bool]
     matrix: bool
+    tile_bytes: int
     tensors: tuple[torch.Tensor, ...]
 
 
@@ -189,7 +184,9 @@ def view_layer(
     fields[P_WIDTH] = v_width + 2
     fields[K_OFFSETS] = 0 if key_offsets is None else key_offsets.data_ptr()
     fields[MOST_QUERIES] = max(QUERIES_TOGETHER, most_group)
-    _plan_matrix(fields)
+    fields[M_STEPS] = -(-k_dim * 2 // 64)
+    fields[M_TILE_BYTES] = 64 * (fields[M_STEPS] * 64 + v_width * 2)
+    fields[M_CONFIG] = TILE_CONFIG
     scratch_bytes = 0
     for sizes in (_scratch_sizes(fields, units), _matrix_sizes(fields)):
         at = 0
@@ -198,19 +195,20 @@ def view_layer(
             at += -(-size // 64) * 64
         scratch_bytes = max(scratch_bytes, at)
     modes = {k_mode, v_mode}
-    matrix = modes <= {INT8, INT4, BF16} and not fields[BLOCK] % 16 and refuse_amx() is None
+    matrix = modes <= {INT8, INT4, BF16} and refuse_amx() is None
     num_blocks, num_kv_heads, block_size = key[0].shape[:3]
     tensors = (*key, *value) if key_offsets is None else (*key, *value, key_offsets)
     return LayerView(
-        fields,
-        fields.ctypes.data,
-        num_kv_heads,
-        num_blocks * block_size,
-        scratch_bytes,
-        v_width + 2,
-        turned,
-        matrix,
-        tensors,
+        fields=fields,
+        address=fields.ctypes.data,
+        num_kv_heads=num_kv_heads,
+        num_rows=num_blocks * block_size,
+        scratch_bytes=scratch_bytes,
+        partial_width=v_width + 2,
+        turned=turned,
+        matrix=matrix,
+        tile_bytes=int(fields[M_TILE_BYTES]),
+        tensors=tensors,
     )
 
 
@@ -239,35 +237,18 @@ def _scratch_sizes(fields: np.ndarray, units: int) -> dict[int, int]:
     }
 
 
-def _plan_matrix(fields: np.ndarray) -> None:
-    """Write how the matrix unit's kernel goes through rows: keys in place where they fill 64 bytes, else copied."""
-    codes = fields[K_MODE] == INT8
-    row_bytes = int(fields[K_DIM]) * (1 if codes else 2)
-    fields[M_STEPS] = -(-row_bytes // 64)
-    fields[M_K_STRIDE] = fields[M_STEPS] * 64
-    fields[M_K_STAGED] = fields[K_MODE] == INT4 or row_bytes % 64 != 0
-    fields[M_V_STRIDE] = fields[V_WIDTH] * (1 if fields[V_MODE] == INT8 else 2)
-    fields[M_V_STAGED] = fields[V_MODE] == INT4 or fields[V_DIM] % 16 != 0
-    fields[M_CONFIG] = TILE_CONFIG
-
-
 def _matrix_sizes(fields: np.ndarray) -> dict[int, int]:
     """Return the bytes of each part of a thread's scratch for the matrix unit's kernel."""
     groups = -(-int(fields[MOST_QUERIES]) // 16)
     steps, v_width = int(fields[M_STEPS]), int(fields[V_WIDTH])
-    planes = 2 if fields[K_MODE] == INT8 else 1
     return {
         M_FORMER: 64,
-        M_LANES: groups * 6 * 64,
-        M_Q: groups * steps * planes * STEP_BYTES,
-        M_ROW: steps * 256 + 64,
-        M_RUNS: 64,
-        M_K_STAGE: 64 * int(fields[M_K_STRIDE]),
-        M_V_STAGE: 64 * int(fields[M_V_STRIDE]),
-        M_K_SCALES: 256,
-        M_V_SCALES: 256,
-        M_V: 2 * v_width * 64,
-        M_SCORES: 2 * 64 * 64,
+        M_LANES: groups * 8 * 64,
+        M_Q: groups * steps * STEP_BYTES,
+        M_Q_ROWS: 16 * steps * 64,
+        M_ROOM: max(steps * 32 * 64, 8 * int(fields[K_GROUPS]), 8 * int(fields[V_GROUPS])),
+        M_V_STAGE: 64 * v_width * 2,
+        M_SCORES: 64 * 64,
         M_WEIGHTS: 2 * 1024,
         M_ACC: groups * v_width * 64,
     }

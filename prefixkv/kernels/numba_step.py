@@ -78,19 +78,17 @@ def run_layers(
     room.begin(x)
     cos, sin = room.lanes(turn[0]), room.lanes(turn[1])
     heads = room.q.shape[1]
-    attend_scratch, partial = max(
-        (plan.room(view.scratch_bytes, heads, view.partial_width) for plan in plans), key=lambda room: room[1].size
-    )
-    addresses = np.array(
-        [[plan.items_address, plan.num_items, plan.queries_address, plan.tables_address] for plan in plans]
-    )
+    rooms = [plan.room(view, heads) for plan in plans]
+    attend_scratch, partial = rooms[0][0], max((partial for _, _, partial in rooms), key=lambda partial: partial.size)
+    prepared = np.array([prepared for _, prepared, _ in rooms])
     factors = np.array(scaling, np.float32) * np.float32(_LOG2_E)
     refused = _run_layers(
-        weights, views, view.num_rows, slots.numpy(), addresses, np.stack([plan.tokens for plan in plans]), plan_of,
+        weights, views, view.num_rows, slots.numpy(), np.stack([plan.fields for plan in plans]),
+        np.stack([plan.tokens for plan in plans]), prepared, plan_of,
         factors, groups, tokens, room.stream.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], room.scratch,
         room.scratch_bytes, room.threads, room.q.data_ptr(), room.k.data_ptr(), room.v.data_ptr(),
         room.inner.data_ptr(), room.attended.data_ptr(), *item_functions(view, torch.bfloat16, None), attend_scratch,
-        view.scratch_bytes, partial, _NO_SINKS,
+        view.scratch_bytes, view.tile_bytes, partial, _NO_SINKS,
     )  # fmt: skip
     if refused:
         raise IndexError(f"{refused} of {tokens} rows lie outside the pool")
@@ -153,11 +151,10 @@ def _build_layers(sources: str) -> Any:
     """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
 
     def run_layers(
-        weights: Any, views: Any, num_rows: Any, slots: Any, plans: Any, plan_tokens: Any, plan_of: Any, factors: Any,
-        groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any, scratch_bytes: Any,
+        weights: Any, views: Any, num_rows: Any, slots: Any, plans: Any, plan_tokens: Any, prepared: Any, plan_of: Any,
+        factors: Any, groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any, scratch_bytes: Any,
         threads: Any, q: Any, k: Any, v: Any, inner_pairs: Any, attended: Any, decode_item: Any, chunk_item: Any,
-        attend_scratch: Any,
-        attend_bytes: Any, partial: Any, sinks: Any
+        prepare: Any, attend_scratch: Any, attend_bytes: Any, tile_bytes: Any, partial: Any, sinks: Any
     ) -> Any:  # fmt: skip
         refused = 0
         for layer in range(weights.shape[0] if sources else 0):
@@ -165,10 +162,9 @@ def _build_layers(sources: str) -> Any:
             _project(f, groups, tokens, x, cos, sin, half, scratch, scratch_bytes, threads, q, k, v)
             refused += _store_rows(view, num_rows, slots, k, at.BF16, v, at.BF16)
             kind = plan_of[layer]
-            plan = plans[kind]
             _attend(
-                decode_item, chunk_item, np.int64(view.ctypes.data), plan[0], plan[1], plan[2], plan[3],
-                plan_tokens[kind], partial, attend_scratch, attend_bytes, threads, f[KV_HEADS], f[HEADS], f[DIM], q,
+                decode_item, chunk_item, prepare, np.int64(view.ctypes.data), plans[kind], plan_tokens[kind], partial,
+                attend_scratch, attend_bytes, prepared[kind], tile_bytes, threads, f[KV_HEADS], f[HEADS], f[DIM], q,
                 at.BF16, factors[layer], np.float32(0.0), sinks, attended,
             )  # fmt: skip
             _add_attention(f, groups, tokens, x, scratch, scratch_bytes, threads, attended)

@@ -165,9 +165,10 @@ def _call_all() -> None:
     table = torch.zeros(1, 1, dtype=torch.int32)
     gather_rows(view, table[0], rows[0].clone(), rows[0].clone())
     plan = AttendPlan(
-        items=np.array([[0, 0, 1, 0, 1, 1]]),
+        items=np.array([[0, 0, 1, 0, 1, 0]]),
         queries=np.array([[0, 0, 0, 1]]),
         tokens=np.array([[0, 0, 1]]),
+        tiles=np.array([[0, 0, 1]]),
         tables=table.numpy(),
         num_slots=1,
     )
