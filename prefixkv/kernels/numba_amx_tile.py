@@ -13,7 +13,7 @@ What is computed for a query depends on it and on the tile alone, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -49,6 +49,7 @@ from prefixkv.kernels.numba_ir import (
 __all__ = [
     "TILE_ROWS",
     "add_values",
+    "exp2",
     "mask_tile",
     "pack_queries",
     "score_tile",
@@ -163,13 +164,16 @@ def _emit_mask(b: ir.IRBuilder, scores: Any, first: Any, low: Any, high: Any) ->
         store(b, place, b.select(seen, load(b, place, _FLOATS), _number(b, MASKED)))
 
 
-def _exp2(b: ir.IRBuilder, x: Any) -> Any:
-    """Emit 2**x for x <= 0, 0 where that is too small for float32; NaN stays NaN."""
+def exp2(b: ir.IRBuilder, x: Any, powers: Sequence[float]) -> Any:
+    """Emit 2**x for x <= 0, 0 where that is too small for float32; NaN stays NaN.
+
+    ``powers``: 2**x on -0.5 to 0.5, highest power first.
+    """
     kind = ir.FunctionType(_FLOATS, [_FLOATS, I32, _FLOATS, I16, I32])
     take = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.mask.reduce.ps.512")
     rest = b.call(take, [x, I32(0), x, I16(-1), I32(4)])  # x less the nearest whole number
-    result = _number(b, _EXP2[0])
-    for coefficient in _EXP2[1:]:
+    result = _number(b, powers[0])
+    for coefficient in powers[1:]:
         result = fma(b, result, rest, _number(b, coefficient))
     kind = ir.FunctionType(_FLOATS, [_FLOATS, _FLOATS, _FLOATS, I16, I32])
     scale = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.mask.scalef.ps.512")
@@ -208,7 +212,7 @@ def _emit_softmax(
     shrink = variable(b, _number(b, 1.0))
     moved = b.bitcast(b.fcmp_ordered(">", peak, before), I16)
     with b.if_then(b.icmp_unsigned("!=", moved, I16(0))):  # seldom after the first tiles
-        b.store(_exp2(b, b.fsub(before, peak)), shrink)
+        b.store(exp2(b, b.fsub(before, peak), _EXP2), shrink)
         store(b, most, peak)
         with repeat(b, width) as i:
             place = _line(b, acc, i)
@@ -221,7 +225,7 @@ def _emit_softmax(
             both = []
             for j in range(2):
                 row = offset(b, pair, (half, 2 * _RUN), (j, _RUN))
-                x = _exp2(b, fma(b, load(b, _line(b, scores, row), _FLOATS), scale, below))
+                x = exp2(b, fma(b, load(b, _line(b, scores, row), _FLOATS), scale, below), _EXP2)
                 place = sums[2 * i + j]
                 b.store(b.fadd(b.load(place), x), place)
                 both.append(b.add(b.bitcast(x, _INTS), _whole(b, 0x8000)))

@@ -19,6 +19,7 @@ from llvmlite import ir
 from numba import njit, prange
 
 from prefixkv.kernels import numba_layout as at
+from prefixkv.kernels.numba_amx_decode import decode_function
 from prefixkv.kernels.numba_amx_item import call_prepare, chunk_function, prepare_function
 from prefixkv.kernels.numba_build import compiled, sources_digest, use_threads
 from prefixkv.kernels.numba_dots import EXP2, NOTHING
@@ -239,13 +240,15 @@ _attend = _build(sources_digest())
 def item_functions(view: LayerView, dtype: torch.dtype, softcap: float | None) -> tuple[int, int, int]:
     """Return the kernels of decodes, of chunks and of what prepares tiles for these; 0 where vectors do all.
 
-    A decode has few queries and all rows to read: vectors do it at the speed of memory, and to the same bits whether it
-    shares its rows or not.
+    A decode is done to the same bits whether it shares its rows or not, so who does it depends on the layer alone.
     """
     vectors: int = item_function().address
-    if view.matrix and dtype == torch.bfloat16 and softcap is None:
-        return vectors, chunk_function().address, prepare_function().address
-    return vectors, 0, 0
+    decode, chunk, prepare = vectors, 0, 0
+    if softcap is None and view.codes:
+        decode = decode_function().address
+    if softcap is None and view.matrix and dtype == torch.bfloat16:
+        chunk, prepare = chunk_function().address, prepare_function().address
+    return decode, chunk, prepare
 
 
 def attend(

@@ -87,7 +87,27 @@ MODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int
     M_ACC,
 ) = range(S_ACC + 1, S_ACC + 13)
 
-NUM_FIELDS = M_ACC + 1
+(
+    D_CONFIG,  # where the scratch of decodes on the matrix unit lies
+    D_ROW,
+    D_Q,
+    D_Q_SCALES,
+    D_SEEN,
+    D_MOST,
+    D_TOTAL,
+    D_K_SCALES,
+    D_V_SCALES,
+    D_K,
+    D_V,
+    D_PRODUCTS,
+    D_SHRINK,
+    D_W_SCALES,
+    D_WEIGHTS,
+    D_OUT,
+    D_ACC,
+) = range(M_ACC + 1, M_ACC + 18)
+
+NUM_FIELDS = D_ACC + 1
 
 STEP_BYTES = 1024
 """Bytes of a group of queries for 64 bytes of a row of keys."""
@@ -109,6 +129,7 @@ class LayerView:
         partial_width: Numbers of one partial result.
         turned: Whether keys, and whether values, are stored turned by a Hadamard matrix.
         matrix: Whether the matrix unit can attend chunks of queries in bfloat16.
+        codes: Whether it can attend decodes, of queries in any dtype, to the codes as they are.
         tile_bytes: Bytes of a tile that is prepared for it.
         tensors: What the addresses point into.
     """
@@ -121,6 +142,7 @@ class LayerView:
     partial_width: int
     turned: tuple[bool, bool]
     matrix: bool
+    codes: bool
     tile_bytes: int
     tensors: tuple[torch.Tensor, ...]
 
@@ -188,7 +210,7 @@ def view_layer(
     fields[M_TILE_BYTES] = 64 * (fields[M_STEPS] * 64 + v_width * 2)
     fields[M_CONFIG] = TILE_CONFIG
     scratch_bytes = 0
-    for sizes in (_scratch_sizes(fields, units), _matrix_sizes(fields)):
+    for sizes in (_scratch_sizes(fields, units), {**_matrix_sizes(fields), **_decode_sizes(fields)}):
         at = 0
         for name, size in sizes.items():
             fields[name] = at
@@ -196,6 +218,7 @@ def view_layer(
         scratch_bytes = max(scratch_bytes, at)
     modes = {k_mode, v_mode}
     matrix = modes <= {INT8, INT4, BF16} and refuse_amx() is None
+    codes = matrix and modes == {INT8} and not (k_dim % 64 or v_dim % 64 or fields[BLOCK] % 16)
     num_blocks, num_kv_heads, block_size = key[0].shape[:3]
     tensors = (*key, *value) if key_offsets is None else (*key, *value, key_offsets)
     return LayerView(
@@ -207,6 +230,7 @@ def view_layer(
         partial_width=v_width + 2,
         turned=turned,
         matrix=matrix,
+        codes=codes,
         tile_bytes=int(fields[M_TILE_BYTES]),
         tensors=tensors,
     )
@@ -251,4 +275,29 @@ def _matrix_sizes(fields: np.ndarray) -> dict[int, int]:
         M_SCORES: 64 * 64,
         M_WEIGHTS: 2 * 1024,
         M_ACC: groups * v_width * 64,
+    }
+
+
+def _decode_sizes(fields: np.ndarray) -> dict[int, int]:
+    """Return the bytes of each part of a thread's scratch for decodes on the matrix unit."""
+    groups = -(-int(fields[MOST_QUERIES]) // 16)
+    k_dim, v_dim = int(fields[K_DIM]), int(fields[V_WIDTH])
+    return {
+        D_CONFIG: 64,
+        D_ROW: k_dim * 4 + 64,
+        D_Q: groups * 16 * k_dim * 2,
+        D_Q_SCALES: groups * 64,
+        D_SEEN: groups * 256,
+        D_MOST: groups * 64,
+        D_TOTAL: groups * 1024,
+        D_K_SCALES: 256,
+        D_V_SCALES: 256,
+        D_K: 64 * k_dim,
+        D_V: 64 * v_dim,
+        D_PRODUCTS: 8192,
+        D_SHRINK: 64,
+        D_W_SCALES: 64,
+        D_WEIGHTS: 2048,
+        D_OUT: 2 * 64 * v_dim,
+        D_ACC: groups * 64 * v_dim,
     }

@@ -40,6 +40,7 @@ __all__ = [
     "turn_i4",
     "turn_i8",
     "weave_i8",
+    "weave_run",
     "widen_bf16",
     "widen_f16",
     "widen_f32",
@@ -157,7 +158,7 @@ def _emit_weave(b: ir.IRBuilder, src: Any, stride: Any, width: Any, dst: Any) ->
         pair = offset(b, dst, (b.mul(quad, quad.type(8)), width))
         with repeat(b, runs) as i:
             rows = [load(b, offset(b, row, (k, stride), (i, run)), vector(I8, run)) for k in range(4)]
-            for k, dword in enumerate(_weave_run(b, rows)):
+            for k, dword in enumerate(weave_run(b, rows)):
                 at = offset(b, pair, (i, run * 4), (k, LANES * 4))
                 for value, where in zip(_split_bytes(b, dword), (at, offset(b, at, (width, 4))), strict=True):
                     store(b, where, value)
@@ -171,7 +172,7 @@ def _emit_weave(b: ir.IRBuilder, src: Any, stride: Any, width: Any, dst: Any) ->
                 store(b, offset(b, pair, (k, b.mul(width, width.type(4))), (done, 4), (i, LANES * 4)), value)
 
 
-def _weave_run(b: ir.IRBuilder, rows: list[Any]) -> list[Any]:
+def weave_run(b: ir.IRBuilder, rows: list[Any]) -> list[Any]:
     """Return 4 vectors of dwords, each dword a byte of every one of 4 rows; stays inside 128-bit lanes."""
 
     def zipped(x: Any, y: Any, high: bool) -> Any:

@@ -152,6 +152,7 @@ def _call_all() -> None:
     import numpy as np
 
     from prefixkv.kernels.numba_amx import refuse_amx
+    from prefixkv.kernels.numba_amx_decode import decode_function
     from prefixkv.kernels.numba_attend import AttendPlan, attend
     from prefixkv.kernels.numba_gather import gather_rows
     from prefixkv.kernels.numba_layer import LayerWeights, StepRoom
@@ -176,6 +177,7 @@ def _call_all() -> None:
     for softcap in (None, 1.0):  # with the matrix unit, and without
         attend(view, plan, q, torch.empty_like(q), scaling=1.0, softcap=softcap, sinks=None)
     if refuse_amx() is None:
+        decode_function()
         width, inner = 32, 32
         square = torch.zeros(3 * width, width, dtype=torch.bfloat16)
         layer = LayerWeights(

@@ -226,11 +226,15 @@ def test_without_the_private_operator_the_kernel_does_everything(monkeypatch: py
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("group", [1, 3, 5])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_bits_of_a_result_do_not_depend_on_the_batch(kv_format: str, group: int, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "value_dim"), [("float32", 48), ("float32", 64), ("bfloat16", 64)])
+def test_the_bits_of_a_result_do_not_depend_on_the_batch(
+    kv_format: str, group: int, dtype: str, value_dim: int
+) -> None:
     """Neither on strangers, nor on neighbours who read the same blocks, nor on how many those are."""
     spans = [(700, 1), (560, 1), (513, 1), (999, 1), (40, 5), (600, 1), (512, 1), (90, 70)]
-    case = scene(spans, kv_format=kv_format, dtype=dtype, group=group, block_size=32, shared_blocks=5, dims=(64, 48))
+    case = scene(
+        spans, kv_format=kv_format, dtype=dtype, group=group, block_size=32, shared_blocks=5, dims=(64, value_dim)
+    )
     # Some end soon behind the shared blocks; a window makes others begin behind them.
     for window in (None, 300):
         together = attend(Scene(case.storage, replace(case.meta, scratch={}), case.q), window=window)
@@ -268,12 +272,18 @@ def test_the_visible_length_belongs_to_the_token() -> None:
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 8), ("bfloat16", 16)])
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "dim"), [("float32", 8, 32), ("float32", 16, 64), ("bfloat16", 16, 32)]
+)
 @pytest.mark.parametrize("number", [1e4, torch.nan])
-def test_rows_that_nobody_sees_do_not_count(kv_format: str, dtype: str, block_size: int, number: float) -> None:
+def test_rows_that_nobody_sees_do_not_count(
+    kv_format: str, dtype: str, block_size: int, dim: int, number: float
+) -> None:
     """Whatever numbers lie behind the end or before the window, the result is the same bit for bit."""
-    case = scene([(5, 1), (300, 1), (6, 3), (290, 20)], kv_format=kv_format, dtype=dtype, block_size=block_size)
-    meta, (k, v) = case.meta, torch.full((2, 1, 2, 32), number)
+    case = scene(
+        [(5, 1), (300, 1), (6, 3), (290, 20)], kv_format=kv_format, dtype=dtype, block_size=block_size, dims=(dim, dim)
+    )
+    meta, (k, v) = case.meta, torch.full((2, 1, 2, dim), number)
     before = attend(case, window=40)
     for table, length, low in zip(meta.block_tables_host, meta.kv_lens, (0, 261, 0, 251), strict=True):
         # Before a window lie rows that 16-bit kernels multiply with a weight of 0: numbers then, as ours are.
@@ -285,15 +295,17 @@ def test_rows_that_nobody_sees_do_not_count(kv_format: str, dtype: str, block_si
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 4), ("bfloat16", 16)])
-def test_not_a_number_in_one_sequence_stays_there(kv_format: str, dtype: str, block_size: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "dim"), [("float32", 4, 32), ("float32", 16, 64), ("bfloat16", 16, 32)]
+)
+def test_not_a_number_in_one_sequence_stays_there(kv_format: str, dtype: str, block_size: int, dim: int) -> None:
     """And is not lost on the way either: codes and maxima know no NaN."""
     spans = [(30, 20), (3, 1), (26, 1), (4, 5)] if dtype == "bfloat16" else [(30, 1), (3, 1), (26, 1), (4, 5)]
-    case = scene(spans, kv_format=kv_format, dtype=dtype, block_size=block_size)
+    case = scene(spans, kv_format=kv_format, dtype=dtype, block_size=block_size, dims=(dim, dim))
     clean, own = attend(case), spans[0][1]
     table = torch.tensor(case.meta.block_tables_host[0])
     slots = (table[:, None] * block_size + torch.arange(block_size)).flatten()
-    fine = torch.ones(len(slots), 2, 32)
+    fine = torch.ones(len(slots), 2, dim)
     for k, v in ((fine * torch.nan, fine), (fine, fine * torch.nan)):
         case.storage.write(0, slots, k, v)
         got = attend(Scene(case.storage, replace(case.meta, scratch={}), case.q))
