@@ -27,7 +27,7 @@ from prefixkv.model.compiled import MOST_TOKENS, CompiledLayers, refuse_layers
 from prefixkv.model.inspect import ModelShape
 from prefixkv.model.layers import DecoderLayer, Linear, Norm, same
 
-__all__ = ["FusedDecoder", "NotFusable"]
+__all__ = ["FusedDecoder", "NotFusable", "reserve_pages"]
 
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3", "olmo2")
 """Model types whose layers are the ones written down here."""
@@ -40,8 +40,13 @@ class NotFusable(Exception):
 class FusedDecoder:
     """Runs steps on a model's weights. Stateless between steps."""
 
-    def __init__(self, model: PreTrainedModel, shape: ModelShape) -> None:
+    def __init__(self, model: PreTrainedModel, shape: ModelShape, arena: Arena | None = None) -> None:
         """Read the layers and merge their projections; the model's parameters become views.
+
+        Args:
+            model: Any.
+            shape: Of the model.
+            arena: From :func:`reserve_pages` for this model.
 
         Raises:
             NotFusable: If the model is not of the shape. Nothing has changed then.
@@ -51,7 +56,7 @@ class FusedDecoder:
         inner: Any = getattr(model, "model", None)
         self._head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         _check_plain(model, inner)
-        _move_to_large_pages(inner, self._head)
+        _move_to_large_pages(inner, self._head, arena)
         self._few: CompiledLayers | None = None
         self._embedding: nn.Embedding = inner.embed_tokens
         self._rope: Any = inner.rotary_emb
@@ -153,12 +158,35 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat(parts, dim=-1).to(x.dtype)  # OLMo 2 turns in float32
 
 
-def _move_to_large_pages(inner: Any, head: Any) -> None:
-    """Move the weights of a model on a CPU to large pages, those that are merged side by side."""
+def reserve_pages(model: PreTrainedModel) -> Arena | None:
+    """Return large pages for the weights of a model, being committed; None if they will not be moved."""
+    try:
+        inner: Any = model.model
+        groups = _to_move(inner, model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    except AttributeError:  # not of the shape
+        return None
+    if not groups or getattr(model.config, "model_type", "") not in FAMILIES:
+        return None
+    arena = _arena_of(groups)
+    arena.commit_ahead()
+    return arena
+
+
+def _to_move(inner: Any, head: Any) -> list[list[nn.Parameter]]:
     groups = [group for group in _weight_groups(inner, head) if not all(_is_moved(part) for part in group)]
-    if not groups or any(part.device.type != "cpu" for part in chain.from_iterable(groups)):
+    return groups if all(part.device.type == "cpu" for part in chain.from_iterable(groups)) else []
+
+
+def _arena_of(groups: list[list[nn.Parameter]]) -> Arena:
+    return Arena(sum(Arena.room(sum(part.nbytes for part in group)) for group in groups))
+
+
+def _move_to_large_pages(inner: Any, head: Any, arena: Arena | None) -> None:
+    """Move the weights of a model on a CPU to large pages, those that are merged side by side."""
+    groups = _to_move(inner, head)
+    if not groups:
         return
-    arena = Arena(sum(Arena.room(sum(part.nbytes for part in group)) for group in groups))
+    arena = arena or _arena_of(groups)
     with torch.no_grad():
         for group in groups:
             sizes = [part.numel() for part in group]

@@ -18,9 +18,10 @@ from prefixkv.config import CacheConfig
 from prefixkv.errors import ConfigError, UnsupportedModel
 from prefixkv.kernels import readiness
 from prefixkv.kv.calibration import PoolCalibration
+from prefixkv.kv.pages import Arena, commit_ahead
 from prefixkv.kv.storage import KVStorage, plan_num_blocks
 from prefixkv.model.batch import Chunk, ForwardBatch
-from prefixkv.model.fused import FusedDecoder, NotFusable
+from prefixkv.model.fused import FusedDecoder, NotFusable, reserve_pages
 from prefixkv.model.hook import Attachment, PoolStep, active_step
 from prefixkv.model.inspect import ModelShape, observe, refuse_unsupported
 from prefixkv.model.load import LoadedModel
@@ -99,6 +100,7 @@ class ModelRunner:
             calibration = PoolCalibration.read(cache.calibration)
             calibration.check_made_for(loaded.fingerprint.hex(), cache.kv_format)
         refuse_unsupported(model)
+        pages = reserve_pages(model)
         attachment = Attachment(model)
         try:
             shape = observe(model)
@@ -109,8 +111,11 @@ class ModelRunner:
             choice = select_backend(shape.attention_spec(spec, loaded.device.type))
             num_blocks = plan_num_blocks(spec, cache.memory, loaded.device)
             storage = _allocate(spec, num_blocks, loaded.device, calibration)
+            if loaded.device.type == "cpu":
+                parts = (part for layer in storage.layers for part in (*layer.key, *layer.value))
+                commit_ahead(list(parts), whole=False)
             runner = cls(model, attachment, shape, storage, choice, calibration)
-            runner._prove(loaded)
+            runner._prove(loaded, pages)
         except BaseException:
             attachment.detach()
             raise
@@ -177,8 +182,12 @@ class ModelRunner:
                 logits = logits.index_select(0, batch.logits_rows)
             return logits.float()
 
-    def _prove(self, loaded: LoadedModel) -> None:
+    def _prove(self, loaded: LoadedModel, pages: Arena | None) -> None:
         """Compare the stock model with the pool, and take the fused decoder if it passes the same test.
+
+        Args:
+            loaded: The model.
+            pages: For its weights.
 
         Raises:
             UnsupportedModel: If the logits differ more than rounding explains.
@@ -193,7 +202,7 @@ class ModelRunner:
         if self._awaits_backend:
             self._proof = proof
         try:
-            self._fused = FusedDecoder(self._model, self._shape)
+            self._fused = FusedDecoder(self._model, self._shape, pages)
             self.self_test_error = self._self_test(*proof)
             self._use_kernels(proof)
         except (NotFusable, UnsupportedModel) as error:
