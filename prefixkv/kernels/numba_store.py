@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,12 @@ from prefixkv.kernels.numba_ir import (
     store_i16,
     variable,
     vector,
+    zero_bytes,
 )
 from prefixkv.kernels.numba_layout import LayerView
 from prefixkv.kernels.numba_queries import read_query, turn_row
 
-__all__ = ["cache_folder", "store_rows"]
+__all__ = ["cache_folder", "copy_rows", "describe_tensors", "store_rows"]
 
 _MOST_FP16 = 65504.0
 _HALVES = (torch.bfloat16, torch.float16)
@@ -207,7 +209,42 @@ def _build(sources: str) -> Any:
     return compiled(njit, store_rows, parallel=True, nogil=True)
 
 
+def _build_copy(sources: str) -> Any:
+    """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
+
+    def copy(tensors: Any, src: Any, dst: Any, rows: Any) -> None:
+        for i in range(tensors.shape[0] if sources else 0):
+            base, heads, size, row_bytes = tensors[i, 0], tensors[i, 1], tensors[i, 2], tensors[i, 3]
+            for head in range(heads):
+                at = base + (dst * heads + head) * size * row_bytes
+                if src != dst:
+                    copy_bytes(at, base + (src * heads + head) * size * row_bytes, rows * row_bytes)
+                zero_bytes(at + rows * row_bytes, (size - rows) * row_bytes)
+
+    return compiled(njit, copy, nogil=True)
+
+
 _store_rows = _build(sources_digest())
+_copy_rows = _build_copy(sources_digest())
+
+
+def describe_tensors(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """Return what :func:`copy_rows` wants of tensors [N, K, B, ...]: [T, 4] int64, which holds addresses only."""
+    return np.array(
+        [(x.data_ptr(), x.shape[1], x.shape[2], x[0, 0, 0].numel() * x.itemsize) for x in tensors], np.int64
+    )
+
+
+def copy_rows(tensors: np.ndarray, src: int, dst: int, rows: int) -> None:
+    """Make block ``dst`` of each tensor hold the first ``rows`` rows of block ``src``, and zeros behind them.
+
+    Args:
+        tensors: From :func:`describe_tensors`.
+        src: Block.
+        dst: Block; if it is ``src``, its own first rows stay.
+        rows: 0 to B.
+    """
+    _copy_rows(tensors, src, dst, rows)
 
 
 def cache_folder() -> Path | None:

@@ -158,11 +158,12 @@ def _call_all() -> None:
     from prefixkv.kernels.numba_layer import LayerWeights, StepRoom
     from prefixkv.kernels.numba_layout import view_layer
     from prefixkv.kernels.numba_step import run_head, run_layers
-    from prefixkv.kernels.numba_store import store_rows
+    from prefixkv.kernels.numba_store import copy_rows, describe_tensors, store_rows
 
     rows = torch.zeros(1, 1, 32, 32, dtype=torch.bfloat16)
     view = view_layer((rows,), (rows.clone(),), turned=(False, False), most_group=1)
     store_rows(view, torch.tensor([0]), rows[0, :, :1], rows[0, :, :1])
+    copy_rows(describe_tensors([rows]), 0, 0, 1)
     table = torch.zeros(1, 1, dtype=torch.int32)
     gather_rows(view, table[0], rows[0].clone(), rows[0].clone())
     plan = AttendPlan(

@@ -216,18 +216,18 @@ class KVStorage:
         """
         if not (0 <= src < self.num_blocks and 0 <= dst < self.num_blocks and 0 <= rows <= self.spec.block_size):
             raise ValueError(f"copy_rows({src}, {dst}, {rows}): {self.num_blocks} blocks of {self.spec.block_size}")
-        for tensor in self._tensors():
-            if src != dst:
-                tensor[dst, :, :rows] = tensor[src, :, :rows]
-            tensor[dst, :, rows:] = 0
+        self._writer.copy_rows(src, dst, rows)
+        for part in self.raised:
+            part.storage.copy_rows(src, dst, rows)
 
     def zero(self, block_ids: Sequence[int]) -> None:
-        """Clear whole blocks in every layer."""
-        if not block_ids:
-            return
-        index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
-        for tensor in self._tensors():
-            tensor.index_fill_(0, index, 0)
+        """Clear whole blocks in every layer.
+
+        Raises:
+            ValueError: If a block is out of range.
+        """
+        for block in block_ids:
+            self.copy_rows(block, block, 0)
 
     def is_zero(self, block_ids: Sequence[int]) -> bool:
         """Return whether every row of these blocks is zero in every layer; changes nothing."""

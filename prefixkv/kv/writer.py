@@ -20,10 +20,14 @@ __all__ = ["NumbaWriter", "RowWriter", "TorchWriter", "choose_writer"]
 
 
 class RowWriter(Protocol):
-    """Encodes rows of one layer and stores them."""
+    """Encodes rows of one layer and stores them, and moves rows that are stored."""
 
     def write(self, layer: int, slot_mapping: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Change the rows that ``slot_mapping`` names; as :meth:`prefixkv.kv.storage.KVStorage.write` says."""
+        ...
+
+    def copy_rows(self, src: int, dst: int, rows: int) -> None:
+        """Make block ``dst`` hold the first ``rows`` rows of block ``src`` in every layer, and zeros behind them."""
         ...
 
 
@@ -47,11 +51,22 @@ class TorchWriter:
         for tensor, rows in zip(store.value, storage.format.value.encode(v), strict=True):
             tensor[blocks, :, offsets] = rows
 
+    def copy_rows(self, src: int, dst: int, rows: int) -> None:
+        """Change block ``dst``."""
+        for layer in self._storage.layers:
+            for tensor in (*layer.key, *layer.value):
+                if src != dst:
+                    tensor[dst, :, :rows] = tensor[src, :, :rows]
+                tensor[dst, :, rows:] = 0
+
 
 class NumbaWriter:
     """Encodes and scatters in one pass over the rows."""
 
     def __init__(self, storage: KVStorage) -> None:
+        from prefixkv.kernels.numba_store import describe_tensors
+
+        self._tensors = describe_tensors([part for layer in storage.layers for part in (*layer.key, *layer.value)])
         self._views = [layer_view(storage, layer) for layer in range(len(storage.layers))]
         self._kinds = [storage.dtype if row.bits is None else None for row in KV_LAYOUTS[storage.spec.kv_format]]
 
@@ -65,6 +80,12 @@ class NumbaWriter:
 
         k, v = (rows if kind is None else rows.to(kind) for rows, kind in zip((k, v), self._kinds, strict=True))
         store_rows(self._views[layer], slot_mapping, k, v)
+
+    def copy_rows(self, src: int, dst: int, rows: int) -> None:
+        """Change block ``dst``."""
+        from prefixkv.kernels.numba_store import copy_rows
+
+        copy_rows(self._tensors, src, dst, rows)
 
 
 def choose_writer(storage: KVStorage) -> RowWriter:
