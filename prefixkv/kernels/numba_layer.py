@@ -162,8 +162,8 @@ def finish_layer(room: StepRoom, fields: np.ndarray, attended: torch.Tensor) -> 
     _add_mlp(fields, groups, room.stream.data_ptr(), room.inner.data_ptr(), *rest)
 
 
-_BLOCK = 64
-"""Rows of weights between two looks at the results: four tiles."""
+_BLOCK = 32
+"""Rows of weights between two looks at the results: two tiles."""
 
 
 @njit(nogil=True)
