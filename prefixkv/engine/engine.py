@@ -29,6 +29,7 @@ from prefixkv.engine.stream import TokenStream
 from prefixkv.engine.thread import EngineThread, run_apart
 from prefixkv.errors import ConfigError, EngineClosed, ExecutionError, InvalidRequest
 from prefixkv.measure.metrics import EngineStats, TenantStats
+from prefixkv.model.fused import reserve_pages
 from prefixkv.model.load import LoadedModel, load, wrap
 from prefixkv.model.runner import ModelRunner
 from prefixkv.policy import PolicySet
@@ -109,9 +110,10 @@ class Engine:
         self._name = name
         self._loaded = loaded
         self._policies = policies_in_force = PoliciesInForce(policies)
+        pages = reserve_pages(loaded.model)
         # Before the model is touched: a tokenizer that will not do leaves it as it was.
         self._segmenter = Segmenter(loaded.tokenizer, vocab_tokens=loaded.vocab_size)
-        runner = run_apart(lambda: ModelRunner.build(loaded, config.cache))
+        runner = run_apart(lambda: ModelRunner.build(loaded, config.cache, pages))
         self._runner = runner
         tenants = TenantLimits(policies_in_force.get, runner.num_blocks, runner.spec.bytes_per_block)
         keys = ScopeKeys(config.secret or secrets.token_bytes(32), loaded.fingerprint + b"|" + runner.pool_key)

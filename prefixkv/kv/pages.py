@@ -10,18 +10,15 @@ import contextlib
 import ctypes
 import math
 import mmap
-import sys
 import threading
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Arena", "commit_ahead", "zeros"]
+__all__ = ["Arena", "zeros"]
 
 _ALIGNMENT = 64
 _HUGE_PAGE = 2**21
-_POPULATE_WRITE = 23
-"""Of madvise(2), since Linux 5.14: commit pages for writing, leave what they hold."""
 
 
 def _map(size: int) -> mmap.mmap:
@@ -39,30 +36,6 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(_map(math.prod(shape) * dtype.itemsize), dtype=dtype).view(tuple(shape))
 
 
-def commit_ahead(tensors: Sequence[torch.Tensor], *, whole: bool) -> None:
-    """Let a thread commit memory that will be written soon, while this one does something else.
-
-    The first touch of a page costs as much as a copy of it. What tensors hold stays; what the system cannot do is left.
-
-    Args:
-        tensors: On the CPU.
-        whole: All of each tensor, or its first huge page.
-    """
-    if sys.platform == "linux":
-        threading.Thread(target=_commit, args=(list(tensors), whole), name="prefixkv-pages", daemon=True).start()
-
-
-def _commit(tensors: list[torch.Tensor], whole: bool) -> None:
-    madvise = ctypes.CDLL(None).madvise
-    for tensor in tensors:
-        start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        end = tensor.data_ptr() + tensor.nbytes
-        for place in range(start, end if whole else min(end, start + _HUGE_PAGE), _HUGE_PAGE):
-            size = min(_HUGE_PAGE, end - place)
-            if madvise(ctypes.c_void_p(place), ctypes.c_size_t(size), _POPULATE_WRITE) != 0:
-                return
-
-
 class Arena:
     """One stretch of memory for many tensors of known sizes."""
 
@@ -70,10 +43,25 @@ class Arena:
         """Reserve ``size`` bytes, to be had from :meth:`empty`."""
         self._pages = _map(max(1, size))
         self._used = 0
+        self._thread: threading.Thread | None = None
 
     def commit_ahead(self) -> None:
-        """Let a thread commit all of it."""
-        commit_ahead([torch.frombuffer(self._pages, dtype=torch.uint8)], whole=True)
+        """Let a thread commit all of it: the first touch of a page costs as much as a copy of it.
+
+        Parallel work beside that thread would wait for the processor that it holds.
+        """
+        self._thread = threading.Thread(target=self._touch, name="prefixkv-pages", daemon=True)
+        self._thread.start()
+
+    def _touch(self) -> None:
+        place = torch.frombuffer(self._pages, dtype=torch.uint8).data_ptr()
+        for offset in range(0, len(self._pages), _HUGE_PAGE):
+            ctypes.memset(place + offset, 0, 1)
+
+    def settle(self) -> None:
+        """Wait until that is done."""
+        if self._thread is not None:
+            self._thread.join()
 
     @staticmethod
     def room(size: int) -> int:

@@ -18,10 +18,10 @@ from prefixkv.config import CacheConfig
 from prefixkv.errors import ConfigError, UnsupportedModel
 from prefixkv.kernels import readiness
 from prefixkv.kv.calibration import PoolCalibration
-from prefixkv.kv.pages import Arena, commit_ahead
+from prefixkv.kv.pages import Arena
 from prefixkv.kv.storage import KVStorage, plan_num_blocks
 from prefixkv.model.batch import Chunk, ForwardBatch
-from prefixkv.model.fused import FusedDecoder, NotFusable, reserve_pages
+from prefixkv.model.fused import FusedDecoder, NotFusable
 from prefixkv.model.hook import Attachment, PoolStep, active_step
 from prefixkv.model.inspect import ModelShape, observe, refuse_unsupported
 from prefixkv.model.load import LoadedModel
@@ -84,10 +84,15 @@ class ModelRunner:
         self._proof: _Proof | None = None
 
     @classmethod
-    def build(cls, loaded: LoadedModel, cache: CacheConfig) -> ModelRunner:
+    def build(cls, loaded: LoadedModel, cache: CacheConfig, pages: Arena | None = None) -> ModelRunner:
         """Inspect a model, allocate its pool, attach to it and prove that both agree.
 
         On failure the model is as it was.
+
+        Args:
+            loaded: The model.
+            cache: Of the pool.
+            pages: From :func:`~prefixkv.model.fused.reserve_pages` for this model.
 
         Raises:
             UnsupportedModel: If the model cannot be served exactly.
@@ -100,20 +105,18 @@ class ModelRunner:
             calibration = PoolCalibration.read(cache.calibration)
             calibration.check_made_for(loaded.fingerprint.hex(), cache.kv_format)
         refuse_unsupported(model)
-        pages = reserve_pages(model)
+        prepare_backends(loaded.device.type)
+        if pages is not None:
+            pages.settle()
         attachment = Attachment(model)
         try:
             shape = observe(model)
             spec = KVCacheSpec(shape.layers, shape.dtype, cache.kv_format, cache.block_size)
             if calibration is not None:
                 spec = calibration.applied(spec, biased=shape.softcap or shape.sinks)
-            prepare_backends(loaded.device.type)
             choice = select_backend(shape.attention_spec(spec, loaded.device.type))
             num_blocks = plan_num_blocks(spec, cache.memory, loaded.device)
             storage = _allocate(spec, num_blocks, loaded.device, calibration)
-            if loaded.device.type == "cpu":
-                parts = (part for layer in storage.layers for part in (*layer.key, *layer.value))
-                commit_ahead(list(parts), whole=False)
             runner = cls(model, attachment, shape, storage, choice, calibration)
             runner._prove(loaded, pages)
         except BaseException:
