@@ -68,7 +68,8 @@ class CacheConfig:
     Attributes:
         kv_format: How K and V are stored; one of :data:`KV_FORMATS`. ``"int8"`` takes half the memory of what a 16-bit
             model computes; ``"model"`` keeps every bit.
-        memory: Size of the pool, see :func:`parse_memory`. Allocated once at load, never grown.
+        memory: Size of the pool, see :func:`parse_memory`. Allocated once at load, never grown; the system
+            commits it as rows are written, and the rest while the engine has nothing to do.
         block_size: Tokens per block.
         eviction: Which idle block goes first; ``"lru"``.
         calibration: File that ``prefixkv calibrate --write`` made for this model and format, or None.

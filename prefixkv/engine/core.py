@@ -143,6 +143,10 @@ class EngineCore:
         if self._debug and not self.has_work:
             self.check()
 
+    def use_idle_time(self) -> bool:
+        """Do a millisecond of what can wait; return whether there is more of it. Changes no result."""
+        return self.runner.storage.commit_more()
+
     def _sample(self, seqs: Sequence[ScheduledSequence], logits: torch.Tensor) -> None:
         pairs = [self._live[seq] for seq in seqs]
         if not pairs:

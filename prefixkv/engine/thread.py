@@ -99,8 +99,10 @@ class EngineThread:
 
     def _turn(self) -> bool:
         """Carry out what was posted and one step; return whether to go on."""
+        while self._is_idle() and self._core.use_idle_time():
+            pass
         with self._wake:
-            while not (self._tasks or self._closing or self._core.has_work):
+            while self._is_idle():
                 self._wake.wait()
             if self._closing:
                 return False
@@ -115,6 +117,9 @@ class EngineThread:
         if self._core.has_work:
             self._core.step()
         return True
+
+    def _is_idle(self) -> bool:
+        return not (self._tasks or self._closing or self._core.has_work)
 
     def _closed(self) -> EngineClosed:
         if self._cause is None:

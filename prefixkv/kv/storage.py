@@ -21,7 +21,7 @@ from prefixkv.cache.spec import KV_LAYOUTS, KVCacheSpec, LayerSpec
 from prefixkv.config import parse_memory
 from prefixkv.errors import ConfigError
 from prefixkv.kv.formats import TORCH_DTYPES, KVFormat, RowCodec, get_format
-from prefixkv.kv.pages import zeros
+from prefixkv.kv.pages import commit_pages, zeros
 from prefixkv.kv.writer import choose_writer
 
 __all__ = ["KVStorage", "LayerStorage", "RaisedPart", "plan_num_blocks"]
@@ -104,6 +104,15 @@ class KVStorage:
         )
         self.key_offsets = None if key_offsets is None else self._check_offsets(key_offsets)
         self._writer = choose_writer(self)
+        self._uncommitted = commit_pages(self._tensors()) if self.device.type == "cpu" else iter(())
+
+    def commit_more(self) -> bool:
+        """Commit a little more of the memory that the pool was given, about a millisecond's worth.
+
+        Returns:
+            Whether there is more. Once there is not, writing a row never waits for the system.
+        """
+        return next(self._uncommitted, self) is None
 
     def choose_writer(self) -> None:
         """Choose again who writes the rows: kernels may have become ready since."""
