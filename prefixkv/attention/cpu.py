@@ -1,9 +1,9 @@
 """Attention on a CPU over the pool as it is stored, by kernels that numba compiles on this machine.
 
-Decodes, short chunks, and whatever needs a window, a softcap, sinks or visible lengths go to one kernel that reads the
-quantised rows in place. A long plain chunk is bound by multiplications, not by bytes: where the kernel has no matrix
-unit to do them with, the chunk's rows are decoded once, and torch's 16-bit products do the rest, the part before the
-chunk and the chunk itself apart.
+Decodes, short chunks, and whatever needs a window, a softcap, sinks or visible lengths go to one call that reads the
+quantised rows where they are. A long plain chunk is bound by multiplications, not by bytes: where the kernel has no
+matrix unit to do them with, the chunk's rows are decoded once, and torch's 16-bit products do the rest, the part before
+the chunk and the chunk itself apart.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -99,8 +100,9 @@ class EngineThread:
 
     def _turn(self) -> bool:
         """Carry out what was posted and one step; return whether to go on."""
+        # A millisecond at a time, and another engine of this process may be waiting for the processor.
         while self._is_idle() and self._core.use_idle_time():
-            pass
+            time.sleep(0.0005)
         with self._wake:
             while self._is_idle():
                 self._wake.wait()

@@ -47,12 +47,16 @@ from prefixkv.kernels.numba_ir import (
 )
 
 __all__ = [
+    "TILE_BYTES",
     "TILE_CONFIG",
     "TOKENS",
     "add_residual",
+    "amx",
+    "in_twos",
     "norm_pairs",
     "pack_rows",
     "pack_silu",
+    "pointer",
     "refuse_amx",
     "round_head",
     "tile_begin",
@@ -70,6 +74,7 @@ _I64, _VOID, _BYTES = ir.IntType(64), ir.VoidType(), I8.as_pointer()
 _FLOATS, _INTS = vector(F32, TOKENS), vector(I32, TOKENS)
 _ROW = TOKENS * 4
 TILE_BYTES = 1024
+"""Bytes of a tile: 16 rows of 64."""
 _LOG2_E = 1.4426950408889634
 
 _config = np.zeros(64, np.uint8)
@@ -89,8 +94,10 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 def refuse_amx() -> str | None:
     """Return None if the matrix unit can be used by this process, else why not. Asks the system for its use."""
     features = binding.get_host_cpu_features()
-    if not (features.get("amx-bf16") and features.get("amx-tile") and features.get("avx512f")):
-        return "the processor has no AMX unit for bfloat16"
+    # All that the kernels name: what is missing here would end the process when they are compiled.
+    needed = ("amx-tile", "amx-bf16", "amx-int8", "avx512f", "avx512dq")
+    if not all(features.get(name) for name in needed):
+        return f"the processor lacks {', '.join(name for name in needed if not features.get(name))}"
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "AMX is used on Linux only"
     if ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) != 0:
@@ -99,11 +106,13 @@ def refuse_amx() -> str | None:
 
 
 def amx(b: ir.IRBuilder, name: str, *args: Any) -> None:
+    """Emit an instruction of the unit, by LLVM's name."""
     kinds = [arg.type for arg in args]
     b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(_VOID, kinds), f"llvm.x86.{name}"), args)
 
 
 def pointer(b: ir.IRBuilder, address: Any) -> Any:
+    """Emit an address as LLVM's intrinsics want it."""
     return b.inttoptr(address, _BYTES)
 
 

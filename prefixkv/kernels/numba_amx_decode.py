@@ -13,7 +13,7 @@ import numpy as np
 from numba import carray, cfunc, njit, types
 
 from prefixkv.kernels import numba_layout as at
-from prefixkv.kernels.numba_amx import tile_begin, tile_end
+from prefixkv.kernels.numba_amx import TILE_BYTES, tile_begin, tile_end
 from prefixkv.kernels.numba_amx_rows import (
     add_codes,
     pack_planes,
@@ -53,6 +53,8 @@ from prefixkv.kernels.numba_queries import read_query
 __all__ = ["decode_function"]
 
 _RUN = 16
+_STEP = 64
+"""Codes of a row that the unit takes at a time."""
 _CONFIG_ROWS = 48
 """Where a tile's number of rows stands in the shapes of all."""
 
@@ -62,7 +64,7 @@ def _start_queries(f: Any, s: Any, queries: Any, q: Any, q_mode: Any, heads: Any
     """Read an item's queries and reset their running softmax."""
     together = heads // f[at.KV_HEADS]
     num, dim, turn = queries.shape[0] * together, f[at.K_DIM], f[at.K_TURN]
-    steps = dim // TILE_ROWS
+    steps = dim // _STEP
     size = 4 if q_mode == at.F32 else 2
     if turn > 1:
         factor = np.float32(factor / np.sqrt(np.float32(turn)))
@@ -72,7 +74,7 @@ def _start_queries(f: Any, s: Any, queries: Any, q: Any, q_mode: Any, heads: Any
         src = q + (that[TOKEN] * heads + head * together) * dim * size
         for _ in range(together):
             read_query(q_mode, src, dim, factor, turn, s + f[at.D_ROW])
-            dst = s + f[at.D_Q] + (index // _RUN * steps * 2 * _RUN + index % _RUN) * TILE_ROWS
+            dst = s + f[at.D_Q] + (index // _RUN * steps * 2 * _RUN + index % _RUN) * _STEP
             pack_planes(s + f[at.D_ROW], steps, dst, s + f[at.D_Q_SCALES] + index * 4)
             store_i64(s + f[at.D_SEEN] + index * 16, that[SEEN_FROM])
             store_i64(s + f[at.D_SEEN] + index * 16 + 8, that[SEEN_TO])
@@ -81,7 +83,7 @@ def _start_queries(f: Any, s: Any, queries: Any, q: Any, q_mode: Any, heads: Any
             index += 1
     zero_bytes(s + f[at.D_TOTAL], num * _RUN * 4)
     zero_bytes(s + f[at.D_ACC], num * f[at.V_DIM] * 4)
-    # Tiles of few queries have few rows: the unit's time is in rows.
+    # Tiles 0 to 5 are sums and weights, a row per query, and the unit's time is in rows; 6 and 7 are keys or values.
     copy_bytes(s + f[at.D_CONFIG], f[at.M_CONFIG], 64)
     for tile in range(6):
         store_i8(s + f[at.D_CONFIG] + _CONFIG_ROWS + tile, min(num, _RUN))
@@ -91,13 +93,14 @@ def _start_queries(f: Any, s: Any, queries: Any, q: Any, q_mode: Any, heads: Any
 def _prepare(f: Any, s: Any, table: Any, head: Any, first: Any, last: Any) -> None:
     """Turn a tile's keys, weave its values, and copy its scales."""
     rows = last - first
-    k_steps, v_steps = f[at.K_DIM] // TILE_ROWS, f[at.V_DIM] // TILE_ROWS
+    k_steps, v_steps = f[at.K_DIM] // _STEP, f[at.V_DIM] // _STEP
     for run in range(TILE_ROWS // _RUN):
         # Behind the end any rows will do: nobody sees them.
         place = row_of(f, table, head, first + (run * _RUN if run * _RUN < rows else 0))
-        turn_codes(f[at.K_ROWS] + place * f[at.K_BYTES], k_steps, s + f[at.D_K] + run * k_steps * at.STEP_BYTES)
+        turn_codes(f[at.K_ROWS] + place * f[at.K_BYTES], k_steps, s + f[at.D_K] + run * k_steps * TILE_BYTES)
         _ask_for_keys(f, table, head, first + TILE_ROWS + run * _RUN, last)
-        weave_codes(f[at.V_ROWS] + place * f[at.V_BYTES], v_steps, s + f[at.D_V] + run * 4 * TILE_ROWS)
+        weave_codes(f[at.V_ROWS] + place * f[at.V_BYTES], v_steps, s + f[at.D_V] + run * 4 * 64)  # four lines
+
         copy_bytes(s + f[at.D_K_SCALES] + run * _RUN * 4, f[at.K_SCALES] + place * 4, _RUN * 4)
         copy_bytes(s + f[at.D_V_SCALES] + run * _RUN * 4, f[at.V_SCALES] + place * 4, _RUN * 4)
 
@@ -125,10 +128,10 @@ def _attend_group(
     f: Any, s: Any, group: Any, count: Any, first: Any, masked: Any, table: Any, head: Any, next_row: Any, last: Any
 ) -> None:
     """Attend up to 16 queries to the tile that is prepared, and let the memory work on values from a row on."""
-    k_steps, v_tiles = f[at.K_DIM] // TILE_ROWS, f[at.V_DIM] // _RUN
+    k_steps, v_tiles = f[at.K_DIM] // _STEP, f[at.V_DIM] // _RUN
     before = group * _RUN
     plane = _RUN * f[at.V_DIM] * 4
-    score_codes(s + f[at.D_Q] + group * k_steps * 2 * at.STEP_BYTES, s + f[at.D_K], k_steps, s + f[at.D_PRODUCTS])
+    score_codes(s + f[at.D_Q] + group * k_steps * 2 * TILE_BYTES, s + f[at.D_K], k_steps, s + f[at.D_PRODUCTS])
     _ask_for_values(f, table, head, next_row, last)
     softmax_codes(
         s + f[at.D_PRODUCTS], count, s + f[at.D_K_SCALES], s + f[at.D_V_SCALES], s + f[at.D_Q_SCALES] + before * 4,
@@ -155,7 +158,7 @@ def _finish_queries(f: Any, s: Any, queries: Any, partial: Any, heads: Any, head
         for _ in range(together):
             acc = s + f[at.D_ACC] + index * dim * 4
             for start in range(0, dim, 16):
-                # Sixteen numbers lie in four places of four, see numba_layout.
+                # Sixteen numbers lie in four places of four, see numba_tiles.weave_run.
                 place = acc + (start // 64 * 64 + start % 64 // 4) * 4
                 for j in range(4):
                     copy_bytes(out + (start + 4 * j) * 4, place + j * 64, 16)

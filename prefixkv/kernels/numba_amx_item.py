@@ -15,10 +15,11 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 from prefixkv.kernels import numba_layout as at
-from prefixkv.kernels.numba_amx import TOKENS, tile_begin, tile_end
+from prefixkv.kernels.numba_amx import TILE_BYTES, TOKENS, tile_begin, tile_end
 from prefixkv.kernels.numba_amx_tile import (
     TILE_ROWS,
     add_values,
+    isolate_rows,
     mask_tile,
     pack_queries,
     score_tile,
@@ -90,6 +91,8 @@ def _prepare(f: Any, s: Any, tile: Any, table: Any, head: Any, dst: Any) -> None
     stride, room, rows = f[at.M_STEPS] * 64, s + f[at.M_ROOM], s + f[at.M_V_STAGE]
     if f[at.K_DIM] * 2 < stride:
         zero_bytes(dst, TILE_ROWS * stride)
+    if f[at.V_DIM] < f[at.V_WIDTH]:
+        zero_bytes(rows, TILE_ROWS * f[at.V_WIDTH] * 2)  # or leftovers would be taken for NaN
     _decode_tile(
         f, table, head, tile[_T_FIRST_ROW], tile[_T_ROWS], f[at.K_MODE], f[at.K_ROWS], f[at.K_BYTES], f[at.K_DIM],
         f[at.K_GROUPS], f[at.K_SCALES], f[at.K_SCALE_BYTES], room, dst, stride,
@@ -98,6 +101,7 @@ def _prepare(f: Any, s: Any, tile: Any, table: Any, head: Any, dst: Any) -> None
         f, table, head, tile[_T_FIRST_ROW], tile[_T_ROWS], f[at.V_MODE], f[at.V_ROWS], f[at.V_BYTES], f[at.V_DIM],
         f[at.V_GROUPS], f[at.V_SCALES], f[at.V_SCALE_BYTES], room, rows, f[at.V_WIDTH] * 2,
     )  # fmt: skip
+    isolate_rows(rows, f[at.V_WIDTH] // TOKENS, dst, stride)
     turn_values(rows, f[at.V_WIDTH] // TOKENS, dst + TILE_ROWS * stride)
 
 
@@ -153,7 +157,7 @@ def _start_queries(f: Any, s: Any, queries: Any, spans: Any, q: Any, heads: Any,
 @njit(nogil=True)
 def _pack_group(f: Any, s: Any, group: Any) -> None:
     steps = f[at.M_STEPS]
-    q = s + f[at.M_Q] + group * steps * at.STEP_BYTES
+    q = s + f[at.M_Q] + group * steps * TILE_BYTES
     pack_queries(_lanes_of(s, f, group, _FROM), steps, f[at.K_TURN], s + f[at.M_ROOM], q)
 
 
@@ -162,7 +166,7 @@ def _attend_group(f: Any, s: Any, group: Any, tile: Any, first: Any, masked: Any
     """Attend one group of queries to a tile."""
     steps, scores, weights, width = f[at.M_STEPS], s + f[at.M_SCORES], s + f[at.M_WEIGHTS], f[at.V_WIDTH]
     acc = s + f[at.M_ACC] + group * width * _LINE
-    score_tile(tile, steps, s + f[at.M_Q] + group * steps * at.STEP_BYTES, scores)
+    score_tile(tile, steps, s + f[at.M_Q] + group * steps * TILE_BYTES, scores)
     if masked:
         mask_tile(scores, first, _lanes_of(s, f, group, _LOW), _lanes_of(s, f, group, _HIGH))
     softmax_tile(
@@ -179,6 +183,7 @@ def _finish_queries(f: Any, s: Any, num: Any) -> None:
     for group in range(-(-num // TOKENS)):
         count = min(TOKENS, num - group * TOKENS)
         targets = _lanes_of(s, f, group, _TO)
+        # Writes whole vectors, so over the places of maximum and total.
         write_sums(s + f[at.M_ACC] + group * width * _LINE, width // TOKENS, targets, count)
         for lane in range(count):
             out = load_i64(targets + lane * 8) + dim * 4

@@ -10,13 +10,12 @@ same bits whoever is beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 
 from prefixkv.kernels.numba_amx import TILE_BYTES, amx, in_twos, pointer
-from prefixkv.kernels.numba_amx_tile import exp2
+from prefixkv.kernels.numba_amx_tile import exp2, number, whole
 from prefixkv.kernels.numba_dots import EXP2, MASKED
 from prefixkv.kernels.numba_ir import (
     F32,
@@ -26,6 +25,7 @@ from prefixkv.kernels.numba_ir import (
     call_vector,
     columns_of,
     fma,
+    fold,
     greatest,
     load,
     micro_kernel,
@@ -50,30 +50,15 @@ _SCORE_ROW = _RUN * _RUNS * 4
 _SCORE_PLANE = _RUN * _SCORE_ROW
 
 
-def _number(b: ir.IRBuilder, value: float) -> Any:
-    return splat(b, F32(value), _RUN)
-
-
-def _whole(b: ir.IRBuilder, value: int) -> Any:
-    return splat(b, I32(value), _RUN)
-
-
-def _fold(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
-    result = values[0]
-    for value in values[1:]:
-        result = combine(result, value)
-    return result
-
-
 def _store_planes(b: ir.IRBuilder, codes: Any, place: Any, plane_bytes: Any) -> None:
     """Emit stores of the upper bytes and the lower bytes of 16 numbers."""
-    store(b, place, b.trunc(b.ashr(codes, _whole(b, 8)), _BYTES))
+    store(b, place, b.trunc(b.ashr(codes, whole(b, 8)), _BYTES))
     store(b, offset(b, place, (plane_bytes, 1)), b.trunc(codes, _BYTES))
 
 
 def _emit_pack(b: ir.IRBuilder, row: Any, steps: Any, dst: Any, scale: Any) -> None:
     """Write a float32 query [64 * steps] as a row of the planes [steps, 2, 16, 64], and the value of 1 to ``scale``."""
-    sizes, strange = (variable(b, _number(b, 0.0)) for _ in range(2))
+    sizes, strange = (variable(b, number(b, 0.0)) for _ in range(2))
     with repeat(b, b.mul(steps, steps.type(4))) as i:
         x = load(b, offset(b, row, (i, 64)), _FLOATS)
         b.store(greatest(b, call_vector(b, "llvm.fabs", x), b.load(sizes)), sizes)
@@ -134,7 +119,7 @@ def _emit_score(b: ir.IRBuilder, q: Any, k: Any, steps: Any, out: Any) -> None:
 def _joined(b: ir.IRBuilder, place: Any, plane_bytes: Any) -> Any:
     """Emit the float32 of sums in two planes."""
     upper, lower = load(b, place, _INTS), load(b, offset(b, place, (plane_bytes, 1)), _INTS)
-    return b.sitofp(b.add(b.shl(upper, _whole(b, 8)), lower), _FLOATS)
+    return b.sitofp(b.add(b.shl(upper, whole(b, 8)), lower), _FLOATS)
 
 
 def _emit_softmax(
@@ -167,12 +152,12 @@ def _emit_softmax(
                 splat(b, b.trunc(load(b, offset(b, seen, (query, 16), (i * 8, 1)), _I64), I32), _RUN) for i in range(2)
             )
             for run, place in enumerate(rows):
-                number = b.add(lanes, splat(b, b.trunc(b.add(first, first.type(run * _RUN)), I32), _RUN))
-                inside = b.and_(b.icmp_signed(">=", number, low), b.icmp_signed("<", number, high))
-                b.store(b.select(inside, b.load(place), _number(b, MASKED)), place)
+                row = b.add(lanes, splat(b, b.trunc(b.add(first, first.type(run * _RUN)), I32), _RUN))
+                inside = b.and_(b.icmp_signed(">=", row, low), b.icmp_signed("<", row, high))
+                b.store(b.select(inside, b.load(place), number(b, MASKED)), place)
         scores = [b.load(place) for place in rows]
         before = load(b, offset(b, most, (query, 4)), F32)
-        peak = greatest(b, reduce(b, larger, _fold(scores, larger)), before)
+        peak = greatest(b, reduce(b, larger, fold(scores, larger)), before)
         moved = variable(b, F32(1.0))
         with b.if_then(b.fcmp_ordered(">", peak, before)):  # seldom after the first tiles
             b.store(b.extract_element(exp2(b, splat(b, b.fsub(before, peak), _RUN), EXP2), I32(0)), moved)
@@ -180,12 +165,12 @@ def _emit_softmax(
         store(b, offset(b, shrink, (query, 4)), b.load(moved))
         powers = [exp2(b, b.fsub(x, splat(b, peak, _RUN)), EXP2) for x in scores]
         sums = offset(b, total, (query, 64))
-        store(b, sums, fma(b, load(b, sums, _FLOATS), splat(b, b.load(moved), _RUN), _fold(powers, b.fadd)))
+        store(b, sums, fma(b, load(b, sums, _FLOATS), splat(b, b.load(moved), _RUN), fold(powers, b.fadd)))
         scaled = []
         for x, step in zip(powers, v_steps, strict=True):
             # What is not seen must not count, and zero times NaN would.
-            scaled.append(b.select(b.fcmp_ordered(">", x, _number(b, 0.0)), b.fmul(x, step), _number(b, 0.0)))
-        top = reduce(b, larger, _fold(scaled, larger))
+            scaled.append(b.select(b.fcmp_ordered(">", x, number(b, 0.0)), b.fmul(x, step), number(b, 0.0)))
+        top = reduce(b, larger, fold(scaled, larger))
         step = b.select(any_nan(b, scaled), F32(float("nan")), b.fmul(top, F32(1.0 / _MOST)))
         store(b, offset(b, w_scales, (query, 4)), step)
         inverse = splat(b, b.select(b.fcmp_ordered(">", top, F32(1e-30)), b.fdiv(F32(_MOST), top), F32(0.0)), _RUN)

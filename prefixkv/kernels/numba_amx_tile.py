@@ -13,7 +13,7 @@ What is computed for a query depends on it and on the tile alone, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -35,6 +35,7 @@ from prefixkv.kernels.numba_ir import (
     bf16_bits,
     columns_of,
     fma,
+    fold,
     greatest,
     load,
     micro_kernel,
@@ -50,11 +51,14 @@ __all__ = [
     "TILE_ROWS",
     "add_values",
     "exp2",
+    "isolate_rows",
     "mask_tile",
+    "number",
     "pack_queries",
     "score_tile",
     "softmax_tile",
     "turn_values",
+    "whole",
     "write_sums",
 ]
 
@@ -68,23 +72,21 @@ _FLOATS, _INTS = vector(F32, TOKENS), vector(I32, TOKENS)
 _LINE = TOKENS * 4
 
 _EXP2 = (5.5171669e-2, 2.4261113e-1, 6.9326097e-1, 9.9992806e-1)
-"""2**x on -0.5 to 0.5 to within 8e-5 of itself, as in ``numba_dots``: the weights are rounded to 8 bits anyway."""
+"""2**x on -0.5 to 0.5 to within 8e-5 of itself, not exactly 1 at 0: the weights are rounded to 8 bits anyway."""
 
 
-def _number(b: ir.IRBuilder, value: float) -> Any:
+def number(b: ir.IRBuilder, value: float) -> Any:
+    """Emit 16 times a float32."""
     return splat(b, F32(value), TOKENS)
 
 
-def _whole(b: ir.IRBuilder, value: int) -> Any:
+def whole(b: ir.IRBuilder, value: int) -> Any:
+    """Emit 16 times an int32."""
     return splat(b, I32(value), TOKENS)
 
 
 def _line(b: ir.IRBuilder, base: Any, row: Any) -> Any:
     return offset(b, base, (row, _LINE))
-
-
-def _splat_at(b: ir.IRBuilder, address: Any) -> Any:
-    return splat(b, load(b, address, F32), TOKENS)
 
 
 # ---------------------------------------------------------------- queries
@@ -104,13 +106,13 @@ def _emit_pack_queries(b: ir.IRBuilder, sources: Any, steps: Any, turn: Any, roo
                 columns = columns_of(b, [load(b, offset(b, start, (step, 64)), _INTS) for start in starts])
                 for i, column in enumerate(columns):
                     place = offset(b, room, (step, 2 * TILE_BYTES), (i, 2 * _LINE))
-                    store(b, place, b.shl(column, _whole(b, 16)))
-                    store(b, offset(b, place, (1, _LINE)), b.and_(column, _whole(b, -0x10000)))
+                    store(b, place, b.shl(column, whole(b, 16)))
+                    store(b, offset(b, place, (1, _LINE)), b.and_(column, whole(b, -0x10000)))
             _emit_hadamard(b, room, b.mul(steps, steps.type(32)), turn)
             with repeat(b, b.mul(steps, steps.type(16))) as pair:
                 place = offset(b, room, (pair, 2 * _LINE))
                 low, high = (bf16_bits(b, load(b, offset(b, place, (i, _LINE)), _FLOATS)) for i in range(2))
-                store(b, _line(b, dst, pair), b.or_(low, b.shl(high, _whole(b, 16))))
+                store(b, _line(b, dst, pair), b.or_(low, b.shl(high, whole(b, 16))))
         with other, repeat(b, steps) as step:
             columns = columns_of(b, [load(b, offset(b, start, (step, 64)), _INTS) for start in starts])
             for i, column in enumerate(columns):
@@ -159,9 +161,9 @@ def _emit_mask(b: ir.IRBuilder, scores: Any, first: Any, low: Any, high: Any) ->
     lows, highs = (load(b, address, _INTS) for address in (low, high))
     with repeat(b, TILE_ROWS) as row:
         place = _line(b, scores, row)
-        number = splat(b, b.trunc(b.add(first, row), I32), TOKENS)
-        seen = b.and_(b.icmp_signed(">=", number, lows), b.icmp_signed("<", number, highs))
-        store(b, place, b.select(seen, load(b, place, _FLOATS), _number(b, MASKED)))
+        rows = splat(b, b.trunc(b.add(first, row), I32), TOKENS)
+        seen = b.and_(b.icmp_signed(">=", rows, lows), b.icmp_signed("<", rows, highs))
+        store(b, place, b.select(seen, load(b, place, _FLOATS), number(b, MASKED)))
 
 
 def exp2(b: ir.IRBuilder, x: Any, powers: Sequence[float]) -> Any:
@@ -172,9 +174,9 @@ def exp2(b: ir.IRBuilder, x: Any, powers: Sequence[float]) -> Any:
     kind = ir.FunctionType(_FLOATS, [_FLOATS, I32, _FLOATS, I16, I32])
     take = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.mask.reduce.ps.512")
     rest = b.call(take, [x, I32(0), x, I16(-1), I32(4)])  # x less the nearest whole number
-    result = _number(b, powers[0])
+    result = number(b, powers[0])
     for coefficient in powers[1:]:
-        result = fma(b, result, rest, _number(b, coefficient))
+        result = fma(b, result, rest, number(b, coefficient))
     kind = ir.FunctionType(_FLOATS, [_FLOATS, _FLOATS, _FLOATS, I16, I32])
     scale = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.mask.scalef.ps.512")
     return b.call(scale, [result, b.fsub(x, rest), x, I16(-1), I32(4)])
@@ -182,13 +184,6 @@ def exp2(b: ir.IRBuilder, x: Any, powers: Sequence[float]) -> Any:
 
 _WIDE = 4
 """Rows at a time: as many independent chains."""
-
-
-def _fold(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
-    result = values[0]
-    for value in values[1:]:
-        result = combine(result, value)
-    return result
 
 
 def _emit_softmax(
@@ -207,18 +202,19 @@ def _emit_softmax(
             x = load(b, offset(b, scores, (group, _WIDE * _LINE), (i, _LINE)), _FLOATS)
             b.store(greatest(b, x, b.load(place)), place)
     before = load(b, most, _FLOATS)
-    largest = _fold([b.load(place) for place in peaks], lambda x, y: greatest(b, x, y))
+    largest = fold([b.load(place) for place in peaks], lambda x, y: greatest(b, x, y))
     peak = greatest(b, b.fmul(largest, scale), before)
-    shrink = variable(b, _number(b, 1.0))
-    moved = b.bitcast(b.fcmp_ordered(">", peak, before), I16)
-    with b.if_then(b.icmp_unsigned("!=", moved, I16(0))):  # seldom after the first tiles
-        b.store(exp2(b, b.fsub(before, peak), _EXP2), shrink)
+    shrink = variable(b, number(b, 1.0))
+    moved = b.fcmp_ordered(">", peak, before)
+    with b.if_then(b.icmp_unsigned("!=", b.bitcast(moved, I16), I16(0))):  # seldom after the first tiles
+        # Exactly 1 for who has not moved, whatever its neighbours do.
+        b.store(b.select(moved, exp2(b, b.fsub(before, peak), _EXP2), number(b, 1.0)), shrink)
         store(b, most, peak)
         with repeat(b, width) as i:
             place = _line(b, acc, i)
             store(b, place, b.fmul(load(b, place, _FLOATS), b.load(shrink)))
-    below = b.fsub(_number(b, 0.0), peak)
-    sums = [variable(b, _number(b, 0.0)) for _ in range(_WIDE)]
+    below = b.fsub(number(b, 0.0), peak)
+    sums = [variable(b, number(b, 0.0)) for _ in range(_WIDE)]
     with repeat(b, 2) as half, repeat(b, _RUN // (_WIDE // 2)) as group:
         for i in range(_WIDE // 2):
             pair = b.add(b.mul(group, group.type(_WIDE // 2)), group.type(i))
@@ -228,10 +224,11 @@ def _emit_softmax(
                 x = exp2(b, fma(b, load(b, _line(b, scores, row), _FLOATS), scale, below), _EXP2)
                 place = sums[2 * i + j]
                 b.store(b.fadd(b.load(place), x), place)
-                both.append(b.add(b.bitcast(x, _INTS), _whole(b, 0x8000)))
-            dwords = b.or_(b.lshr(both[0], _whole(b, 16)), b.and_(both[1], _whole(b, -0x10000)))
+                # Rounded half up, which is cheap. The sum of weights keeps all bits: errors of many weights cancel.
+                both.append(b.add(b.bitcast(x, _INTS), whole(b, 0x8000)))
+            dwords = b.or_(b.lshr(both[0], whole(b, 16)), b.and_(both[1], whole(b, -0x10000)))
             store(b, offset(b, weights, (half, TILE_BYTES), (pair, _LINE)), dwords)
-    all_sums = _fold([b.load(place) for place in sums], b.fadd)
+    all_sums = fold([b.load(place) for place in sums], b.fadd)
     store(b, total, fma(b, load(b, total, _FLOATS), b.load(shrink), all_sums))
 
 
@@ -247,10 +244,33 @@ def _emit_turn_values(b: ir.IRBuilder, rows: Any, parts: Any, dst: Any) -> None:
         for row in range(_RUN):
             places = (offset(b, first, (stride, row + i * _RUN)) for i in range(2))
             low, high = (b.zext(load(b, place, vector(I16, TOKENS)), _INTS) for place in places)
-            pairs.append(b.or_(low, b.shl(high, _whole(b, 16))))
+            pairs.append(b.or_(low, b.shl(high, whole(b, 16))))
         out = offset(b, dst, (b.add(b.mul(half, parts), part), TILE_BYTES))
         for i, column in enumerate(columns_of(b, pairs)):
             store(b, offset(b, out, (i, _LINE)), column)
+
+
+def _emit_isolate(b: ir.IRBuilder, values: Any, parts: Any, keys: Any, stride: Any) -> None:
+    """Move what is not finite from values to keys: rows of ``16 * parts`` bfloat16, keys ``stride`` bytes apart.
+
+    A weight of 0 times NaN would reach queries that do not see the row; a score that is NaN reaches those that see it,
+    and makes all their numbers NaN.
+    """
+
+    def const(value: int) -> Any:
+        return splat(b, I16(value), TOKENS)
+
+    with repeat(b, TILE_ROWS) as row:
+        line = offset(b, values, (b.mul(row, parts), 2 * TOKENS))
+        found = variable(b, I16(0))
+        with repeat(b, parts) as part:
+            size = b.and_(load(b, offset(b, line, (part, 2 * TOKENS)), vector(I16, TOKENS)), const(0x7FFF))
+            bad = b.bitcast(b.icmp_unsigned(">=", size, const(0x7F80)), I16)
+            b.store(b.or_(b.load(found), bad), found)
+        with b.if_then(b.icmp_unsigned("!=", b.load(found), I16(0))):
+            with repeat(b, parts) as part:
+                store(b, offset(b, line, (part, 2 * TOKENS)), const(0))
+            store(b, offset(b, keys, (row, stride)), I16(0x7FC0))
 
 
 def _emit_add_values(b: ir.IRBuilder, weights: Any, values: Any, parts: Any, acc: Any) -> None:
@@ -284,6 +304,7 @@ def _emit_write_sums(b: ir.IRBuilder, acc: Any, parts: Any, targets: Any, count:
 
 
 pack_queries = micro_kernel("pack_queries", 5, _emit_pack_queries)
+isolate_rows = micro_kernel("isolate_rows", 4, _emit_isolate)
 score_tile = micro_kernel("score_tile", 4, _emit_score)
 mask_tile = micro_kernel("mask_tile", 4, _emit_mask)
 softmax_tile = micro_kernel("softmax_tile", 7, _emit_softmax)

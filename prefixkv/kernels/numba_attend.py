@@ -2,8 +2,9 @@
 
 The work is a list of items. An item is a range of rows of one block table and the queries that see some of them; every
 kv head of it is attended alone. Threads take items from a common counter, so one sequence keeps all of them busy. Rows
-go by tiles of 32, each read and prepared once for all queries of the item, with a running softmax. What an item finds
-is a partial result; the second pass merges those of each query by their log-sum-exp, which is exact.
+go by tiles of 32 or 64, each read once for all queries of the item, with a running softmax; what chunks read may be
+prepared before, once for all items. What an item finds is a partial result; the second pass merges those of each query
+by their log-sum-exp, which is exact.
 
 Source: partial softmax over splits of the context as in flash-decoding (Dao et al. 2023), shared rows read once for
 all as in Hydragen (Juravsky et al. 2024); both over paged, quantised rows here.
@@ -86,15 +87,15 @@ class AttendPlan:
         self.tokens = tokens
         self.threads = use_threads()
 
-    def room(self, view: LayerView, heads: int) -> tuple[int, int, np.ndarray]:
+    def room(self, view: LayerView, heads: int, *, prepares: bool) -> tuple[int, int, np.ndarray]:
         """Return the addresses of the threads' scratch and of prepared tiles, and room for partial results.
 
-        That is [slots, heads, width]. May allocate.
+        That is [slots, heads, width]. May allocate. ``prepares``: whether tiles are prepared at all.
         """
         need = view.scratch_bytes * self.threads + 64
         if self._scratch.numel() < need:
             self._scratch = torch.empty(need, dtype=torch.uint8)
-        need = len(self._arrays[2]) * view.num_kv_heads * view.tile_bytes + 64 if view.matrix else 0
+        need = int(self.fields[P_NUM_TILES]) * view.num_kv_heads * view.tile_bytes + 64 if prepares else 0
         if self._prepared.numel() < need:
             self._prepared = torch.empty(need, dtype=torch.uint8)
         size = self._num_slots * heads * view.partial_width
@@ -108,7 +109,7 @@ class AttendPlan:
 P_ITEMS, P_NUM_ITEMS, P_QUERIES, P_TABLES, P_TILES, P_NUM_TILES = range(6)
 """Fields of a plan: addresses and counts."""
 
-_ITEM_BYTES, _TILE_BYTES = 6 * 8, 3 * 8
+_ITEM_RECORD, _TILE_RECORD = 6 * 8, 3 * 8
 _TOKEN, _SLOT, _NUM_SLOTS = 0, 1, 2
 
 _LOG2_E = 1.4426950408889634
@@ -206,14 +207,14 @@ def _build(sources: str) -> Any:
                 for work in range(count * thread // threads, count * (thread + 1) // threads):
                     tile, head = work // kv_heads, work % kv_heads
                     call_prepare(
-                        prepare, f, scratch + thread * scratch_bytes, plan[P_TILES] + tile * _TILE_BYTES,
+                        prepare, f, scratch + thread * scratch_bytes, plan[P_TILES] + tile * _TILE_RECORD,
                         plan[P_TABLES], head, prepared + head * head_bytes + tile * tile_bytes,
                     )  # fmt: skip
         count = plan[P_NUM_ITEMS] * kv_heads
         for thread in prange(threads):
             work = atomic_add(next_work, 1)
             while work < count:
-                item, head = plan[P_ITEMS] + work // kv_heads * _ITEM_BYTES, work % kv_heads
+                item, head = plan[P_ITEMS] + work // kv_heads * _ITEM_RECORD, work % kv_heads
                 function, how = decode_item, q_mode
                 if prepare and load_i64(item + FIRST_TILE * 8) >= 0:
                     function, how = chunk_item, prepared + head * head_bytes
@@ -267,9 +268,10 @@ def attend(
         sinks: [H] one extra logit per head, or None.
     """
     heads, dim = q.shape[1], out.shape[2]
-    scratch, prepared, partial = plan.room(view, heads)
+    functions = item_functions(view, q.dtype, softcap)
+    scratch, prepared, partial = plan.room(view, heads, prepares=functions[2] != 0)
     _attend(
-        *item_functions(view, q.dtype, softcap), view.address, plan.fields, plan.tokens, partial, scratch,
+        *functions, view.address, plan.fields, plan.tokens, partial, scratch,
         view.scratch_bytes, prepared, view.tile_bytes, plan.threads, view.num_kv_heads, heads, dim, q.data_ptr(),
         at.MODES[q.dtype], np.float32(scaling * _LOG2_E / (softcap or 1.0)), np.float32((softcap or 0.0) * _LOG2_E),
         _NO_SINKS if sinks is None else sinks.detach().float().numpy(), out.data_ptr(),

@@ -23,6 +23,7 @@ from prefixkv.kernels.numba_ir import (
     call_vector,
     dot_pairs,
     fma,
+    fold,
     greatest,
     load,
     micro_kernel,
@@ -256,7 +257,7 @@ def _emit_softmax(
 
         rows = [load(b, offset(b, place(scores, ROWS * 4), (v, LANES * 4)), vector(F32)) for v in range(parts)]
         before = load(b, place(most), F32)
-        peak = greatest(b, reduce(b, larger, _fold(rows, larger)), before)
+        peak = greatest(b, reduce(b, larger, fold(rows, larger)), before)
         factor = variable(b, F32(1.0))
         with b.if_then(b.fcmp_ordered(">", peak, before)):  # seldom after the first tiles
             b.store(b.extract_element(_exp2(b, splat(b, b.fsub(before, peak))), I32(0)), factor)
@@ -264,7 +265,7 @@ def _emit_softmax(
         rows = [_exp2(b, b.fsub(x, splat(b, peak))) for x in rows]
         store(b, place(shrink), b.load(factor))
         sums = place(total, LANES * 4)
-        store(b, sums, fma(b, load(b, sums, vector(F32)), splat(b, b.load(factor)), _fold(rows, b.fadd)))
+        store(b, sums, fma(b, load(b, sums, vector(F32)), splat(b, b.load(factor)), fold(rows, b.fadd)))
         for v, x in enumerate(rows):
             store(b, offset(b, place(scores, ROWS * 4), (v, LANES * 4)), x)
         with b.if_then(integer):
@@ -273,20 +274,13 @@ def _emit_softmax(
                 scale = load(b, offset(b, v_scales, (v, LANES * 4)), vector(F32))
                 # What is not seen must not count, and zero times NaN would.
                 scaled.append(b.select(b.fcmp_ordered(">", x, _zeros(F32)), b.fmul(x, scale), _zeros(F32)))
-            top = reduce(b, larger, _fold(scaled, larger))
+            top = reduce(b, larger, fold(scaled, larger))
             step = b.fmul(top, F32(1.0 / 32767.0))
             store(b, place(w_scales), b.select(any_nan(b, scaled), F32(float("nan")), step))
             inverse = b.select(b.fcmp_ordered(">", top, F32(1e-30)), b.fdiv(F32(32767.0), top), F32(0.0))
             for v, x in enumerate(scaled):
                 codes = woven(b, b.fmul(x, splat(b, inverse)))
                 store(b, offset(b, place(weights, ROWS * 2), (v, LANES * 2)), codes)
-
-
-def _fold(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
-    result = values[0]
-    for value in values[1:]:
-        result = combine(result, value)
-    return result
 
 
 class _Sum:

@@ -9,7 +9,7 @@ Addresses are plain 64-bit integers. Whoever calls a kernel keeps the memory ali
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, Signature
 from typing import Any
@@ -35,6 +35,7 @@ __all__ = [
     "dot_pairs",
     "float_bits",
     "fma",
+    "fold",
     "greatest",
     "half_to_float",
     "int_bits",
@@ -131,6 +132,14 @@ def any_nan(b: ir.IRBuilder, values: list[Any]) -> Any:
 def greatest(b: ir.IRBuilder, x: Any, y: Any) -> Any:
     """Emit the larger of two floats or vectors; ``y`` where either is NaN."""
     return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def fold(values: Sequence[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    """Return the values combined one after the other."""
+    result = values[0]
+    for value in values[1:]:
+        result = combine(result, value)
+    return result
 
 
 def reduce(b: ir.IRBuilder, combine: Callable[[Any, Any], Any], value: Any) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from prefixkv.kernels.numba_amx import TILE_CONFIG, refuse_amx
+from prefixkv.kernels.numba_amx import TILE_BYTES, TILE_CONFIG, refuse_amx
 from prefixkv.kernels.numba_ir import LANES
 from prefixkv.kernels.numba_tiles import ROWS
 
@@ -108,9 +108,6 @@ MODES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int
 ) = range(M_ACC + 1, M_ACC + 18)
 
 NUM_FIELDS = D_ACC + 1
-
-STEP_BYTES = 1024
-"""Bytes of a group of queries for 64 bytes of a row of keys."""
 
 QUERIES_TOGETHER = 48
 """Query heads that share a pass over the rows, or one group if it is larger; more would leave the first cache."""
@@ -268,7 +265,7 @@ def _matrix_sizes(fields: np.ndarray) -> dict[int, int]:
     return {
         M_FORMER: 64,
         M_LANES: groups * 8 * 64,
-        M_Q: groups * steps * STEP_BYTES,
+        M_Q: groups * steps * TILE_BYTES,
         M_Q_ROWS: 16 * steps * 64,
         M_ROOM: max(steps * 32 * 64, 8 * int(fields[K_GROUPS]), 8 * int(fields[V_GROUPS])),
         M_V_STAGE: 64 * v_width * 2,

@@ -78,7 +78,8 @@ def run_layers(
     room.begin(x)
     cos, sin = room.lanes(turn[0]), room.lanes(turn[1])
     heads = room.q.shape[1]
-    rooms = [plan.room(view, heads) for plan in plans]
+    functions = item_functions(view, torch.bfloat16, None)
+    rooms = [plan.room(view, heads, prepares=functions[2] != 0) for plan in plans]
     attend_scratch, partial = rooms[0][0], max((partial for _, _, partial in rooms), key=lambda partial: partial.size)
     prepared = np.array([prepared for _, prepared, _ in rooms])
     factors = np.array(scaling, np.float32) * np.float32(_LOG2_E)
@@ -87,7 +88,7 @@ def run_layers(
         np.stack([plan.tokens for plan in plans]), prepared, plan_of,
         factors, groups, tokens, room.stream.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], room.scratch,
         room.scratch_bytes, room.threads, room.q.data_ptr(), room.k.data_ptr(), room.v.data_ptr(),
-        room.inner.data_ptr(), room.attended.data_ptr(), *item_functions(view, torch.bfloat16, None), attend_scratch,
+        room.inner.data_ptr(), room.attended.data_ptr(), *functions, attend_scratch,
         view.scratch_bytes, view.tile_bytes, partial, _NO_SINKS,
     )  # fmt: skip
     if refused:

@@ -216,10 +216,10 @@ def _build_copy(sources: str) -> Any:
         for i in range(tensors.shape[0] if sources else 0):
             base, heads, size, row_bytes = tensors[i, 0], tensors[i, 1], tensors[i, 2], tensors[i, 3]
             for head in range(heads):
-                at = base + (dst * heads + head) * size * row_bytes
+                to = base + (dst * heads + head) * size * row_bytes
                 if src != dst:
-                    copy_bytes(at, base + (src * heads + head) * size * row_bytes, rows * row_bytes)
-                zero_bytes(at + rows * row_bytes, (size - rows) * row_bytes)
+                    copy_bytes(to, base + (src * heads + head) * size * row_bytes, rows * row_bytes)
+                zero_bytes(to + rows * row_bytes, (size - rows) * row_bytes)
 
     return compiled(njit, copy, nogil=True)
 

@@ -148,7 +148,7 @@ def _emit_weave(b: ir.IRBuilder, src: Any, stride: Any, width: Any, dst: Any) ->
     """Weave 32 rows of ``width`` int8 (a multiple of LANES) into pairs [16, width].
 
     Rows 4i and 4i + 2 make pair 2i, the two others pair 2i + 1. In runs of 4 * LANES numbers the order is changed, see
-    ``numba_layout.woven_order``; a rest is as it was.
+    ``weave_run``; a rest is as it was.
     """
     run = 4 * LANES
     runs = b.udiv(width, width.type(run))

@@ -9,10 +9,8 @@ that holds just them. Their rows in the pool's tensors are written and not read;
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from prefixkv.cache.spec import KV_LAYOUTS, KVCacheSpec, LayerSpec
 from prefixkv.config import parse_memory
 from prefixkv.errors import ConfigError
 from prefixkv.kv.formats import TORCH_DTYPES, KVFormat, RowCodec, get_format
-from prefixkv.kv.pages import commit_pages, zeros
+from prefixkv.kv.pages import available_memory, commit_pages, zeros
 from prefixkv.kv.writer import choose_writer
 
 __all__ = ["KVStorage", "LayerStorage", "RaisedPart", "plan_num_blocks"]
@@ -112,7 +110,7 @@ class KVStorage:
         Returns:
             Whether there is more. Once there is not, writing a row never waits for the system.
         """
-        return next(self._uncommitted, self) is None
+        return next(self._uncommitted, self) is None  # of the raised parts as well
 
     def choose_writer(self) -> None:
         """Choose again who writes the rows: kernels may have become ready since."""
@@ -235,8 +233,11 @@ class KVStorage:
         Raises:
             ValueError: If a block is out of range.
         """
-        for block in block_ids:
-            self.copy_rows(block, block, 0)
+        if not all(0 <= block < self.num_blocks for block in block_ids):
+            raise ValueError(f"zero({list(block_ids)}): {self.num_blocks} blocks")
+        self._writer.zero(block_ids)
+        for part in self.raised:
+            part.storage.zero(block_ids)
 
     def is_zero(self, block_ids: Sequence[int]) -> bool:
         """Return whether every row of these blocks is zero in every layer; changes nothing."""
@@ -274,13 +275,7 @@ def _free_bytes(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type != "cpu":
         raise ConfigError(f"CacheConfig.memory: cannot tell what is free on {device}; give bytes or text")
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: sysconf below
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        raise ConfigError("CacheConfig.memory: cannot tell how much memory is free here; give bytes or text") from None
+    available = available_memory()
+    if available is None:
+        raise ConfigError("CacheConfig.memory: cannot tell how much memory is free here; give bytes or text")
+    return available

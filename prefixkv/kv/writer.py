@@ -5,6 +5,7 @@ Both leave the same bits, except that turning a row rounds differently; the torc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +29,10 @@ class RowWriter(Protocol):
 
     def copy_rows(self, src: int, dst: int, rows: int) -> None:
         """Make block ``dst`` hold the first ``rows`` rows of block ``src`` in every layer, and zeros behind them."""
+        ...
+
+    def zero(self, block_ids: Sequence[int]) -> None:
+        """Clear whole blocks in every layer."""
         ...
 
 
@@ -59,6 +64,13 @@ class TorchWriter:
                     tensor[dst, :, :rows] = tensor[src, :, :rows]
                 tensor[dst, :, rows:] = 0
 
+    def zero(self, block_ids: Sequence[int]) -> None:
+        """Clear blocks."""
+        index = torch.tensor(block_ids, dtype=torch.int64, device=self._storage.device)
+        for layer in self._storage.layers:
+            for tensor in (*layer.key, *layer.value):
+                tensor.index_fill_(0, index, 0)
+
 
 class NumbaWriter:
     """Encodes and scatters in one pass over the rows."""
@@ -86,6 +98,11 @@ class NumbaWriter:
         from prefixkv.kernels.numba_store import copy_rows
 
         copy_rows(self._tensors, src, dst, rows)
+
+    def zero(self, block_ids: Sequence[int]) -> None:
+        """Clear blocks."""
+        for block in block_ids:
+            self.copy_rows(block, block, 0)
 
 
 def choose_writer(storage: KVStorage) -> RowWriter:

@@ -2,8 +2,8 @@
 
 A decode step is bound by the bytes it reads: the weights once, and the rows of K and V. Between two layers Python alone
 would cost as much as a layer, not for what it does but because weights streaming by have pushed its memory out of the
-caches. So one call runs all layers. Where attention is more than one kernel, as for heads in a better format than the
-pool's, and for long chunks that torch attends, layers are called one by one.
+caches. So one call runs all layers. Where attention is more than one call, for heads in a better format than the
+pool's, layers are called one by one.
 """
 
 from __future__ import annotations
@@ -89,21 +89,19 @@ class CompiledLayers:
             turn: cos and sin, [T, half of the numbers that RoPE turns] each.
             batch: The step.
             storage: The pool.
-            backend: Attends where a chunk is long.
+            backend: Attends where heads are in a better format.
 
         Returns:
             [R, V] float32 logits of the rows the batch asks for.
         """
-        from prefixkv.attention.cpu_chunk import MIN_QUERIES
         from prefixkv.kernels.numba_step import run_head
 
         if len(x) > len(self._room.q):
             self._room = self._new_room(len(x))
-        on_kernel = self._views(storage)[0][0].matrix or max(batch.attention.query_lens) < MIN_QUERIES
-        if on_kernel and not storage.raised:
-            self._run_at_once(x, turn, batch.attention, storage)
-        else:
+        if storage.raised:
             self._run_by_layer(x, turn, batch.attention, storage, backend)
+        else:
+            self._run_at_once(x, turn, batch.attention, storage)
         return run_head(self._room, self._norm.weight, self._norm.eps, self._head.weight, batch.logits_rows)
 
     def _new_room(self, tokens: int) -> StepRoom:
