@@ -186,14 +186,7 @@ def view_layer(
     fields[V_SCALES] = value[1].data_ptr() if len(value) > 1 else 0
     fields[KV_HEADS], fields[BLOCK] = key[0].shape[1:3]
     fields[K_DIM], fields[V_DIM] = k_dim, v_dim
-    for part, size, staged in ((key, K_BYTES, K_STAGED), (value, V_BYTES, V_STAGED)):
-        row_bytes = part[0].shape[-1] * part[0].itemsize
-        fields[size] = row_bytes
-        if len(part) > 1:
-            fields[K_SCALE_BYTES if part is key else V_SCALE_BYTES] = part[1][0, 0, 0].nbytes
-        # Tiles are read by whole vectors. A row that does not fill them is copied to where the rest does no harm.
-        if part[0].shape[-1] % 16:
-            fields[staged] = -(-row_bytes // 64) * 64
+    _describe_rows(fields, key, value)
     fields[V_STAGE_BYTES] = max(fields[V_BYTES], fields[V_STAGED])
     fields[K_GROUPS], fields[V_GROUPS] = k_groups, v_groups
     fields[K_UNITS], fields[V_WIDTH] = units // k_groups, v_width
@@ -206,13 +199,7 @@ def view_layer(
     fields[M_STEPS] = -(-k_dim * 2 // 64)
     fields[M_TILE_BYTES] = 64 * (fields[M_STEPS] * 64 + v_width * 2)
     fields[M_CONFIG] = TILE_CONFIG
-    scratch_bytes = 0
-    for sizes in (_scratch_sizes(fields, units), {**_matrix_sizes(fields), **_decode_sizes(fields)}):
-        at = 0
-        for name, size in sizes.items():
-            fields[name] = at
-            at += -(-size // 64) * 64
-        scratch_bytes = max(scratch_bytes, at)
+    scratch_bytes = _plan_scratch(fields, units)
     modes = {k_mode, v_mode}
     matrix = modes <= {INT8, INT4, BF16} and refuse_amx() is None
     codes = matrix and modes == {INT8} and not (k_dim % 64 or v_dim % 64 or fields[BLOCK] % 16)
@@ -231,6 +218,30 @@ def view_layer(
         tile_bytes=int(fields[M_TILE_BYTES]),
         tensors=tensors,
     )
+
+
+def _describe_rows(fields: np.ndarray, key: Sequence[torch.Tensor], value: Sequence[torch.Tensor]) -> None:
+    """Write the bytes of rows and scales, and of rows that have to be copied before they are read."""
+    for part, size, staged in ((key, K_BYTES, K_STAGED), (value, V_BYTES, V_STAGED)):
+        row_bytes = part[0].shape[-1] * part[0].itemsize
+        fields[size] = row_bytes
+        if len(part) > 1:
+            fields[K_SCALE_BYTES if part is key else V_SCALE_BYTES] = part[1][0, 0, 0].nbytes
+        # Tiles are read by whole vectors. A row that does not fill them is copied to where the rest does no harm.
+        if part[0].shape[-1] % 16:
+            fields[staged] = -(-row_bytes // 64) * 64
+
+
+def _plan_scratch(fields: np.ndarray, units: int) -> int:
+    """Write where each part of a thread's scratch lies, and return its bytes; kernels may use the same memory."""
+    most = 0
+    for sizes in (_scratch_sizes(fields, units), {**_matrix_sizes(fields), **_decode_sizes(fields)}):
+        at = 0
+        for name, size in sizes.items():
+            fields[name] = at
+            at += -(-size // 64) * 64
+        most = max(most, at)
+    return most
 
 
 def _scratch_sizes(fields: np.ndarray, units: int) -> dict[int, int]:

@@ -59,12 +59,11 @@ class FusedDecoder:
         _move_to_large_pages(inner, self._head, arena)
         self._few: CompiledLayers | None = None
         self._embedding: nn.Embedding = inner.embed_tokens
-        self._rope: Any = inner.rotary_emb
+        self._rope = _Rope(inner.rotary_emb)
         self._norm = _norm(inner.norm)
         self._shape = shape
         self._layers = [_read_layer(layer) for layer in inner.layers]
-        modules = [module for module in model.modules() if module is not self._rope]
-        self._modules = modules
+        modules = self._modules = list(model.modules())
         self._forwards = {kind: kind.forward for kind in {type(module) for module in modules}}
 
     def use_kernels(self) -> str | None:
@@ -99,12 +98,11 @@ class FusedDecoder:
             [R, V] logits of the rows the batch asks for, in the model's dtype.
         """
         x = functional.embedding(batch.input_ids[0], self._embedding.weight)  # [T, hidden]
-        cos, sin = self._rope(x[None], batch.position_ids)  # [1, T, rotated]
-        half = cos.shape[-1] // 2
-        if self._few is not None and len(x) <= MOST_TOKENS:
-            return self._few.forward(x, (cos[0, :, :half], sin[0, :, :half]), batch, storage, backend)
-        turn = cos[0, :, None, :half], sin[0, :, None, :half]
         meta = batch.attention
+        cos, sin = self._rope(x, batch.position_ids, max(meta.positions_host))  # [T, rotated / 2]
+        if self._few is not None and len(x) <= MOST_TOKENS:
+            return self._few.forward(x, (cos, sin), batch, storage, backend)
+        turn = cos[:, None], sin[:, None]
         for index, layer in enumerate(self._layers):
             spec = self._shape.layers[index]
             q, k, v = self._project(layer, layer.norms[0](x), self._shape.num_heads[index], spec.num_kv_heads, turn)
@@ -146,6 +144,40 @@ class FusedDecoder:
         if layer.rotates:
             both = _rotate(both, *turn)
         return both[:, :num_heads], both[:, num_heads:], v
+
+
+class _Rope:
+    """The model's cos and sin, from a table where they depend on the position alone."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._is_fixed = getattr(module, "rope_type", None) in ("default", "linear", "llama3", "yarn")
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin [T, R/2], what RoPE turns R numbers of a head by.
+
+        Args:
+            x: Any tensor of the model's dtype and device.
+            positions: [1, T].
+            last: The largest of them.
+        """
+        if not self._is_fixed:
+            return self._compute(x, positions)
+        if self._table is None or len(self._table[0]) <= last:
+            every = torch.arange(max(_ROPE_TABLE, 2 * last), device=x.device)[None]
+            self._table = self._compute(x, every)
+        cos, sin = self._table
+        return cos[positions[0]], sin[positions[0]]
+
+    def _compute(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self._module(x[None], positions)
+        half = cos.shape[-1] // 2
+        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+
+_ROPE_TABLE = 4096
+"""Positions that the table begins with; it doubles."""
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,10 +157,10 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[SampledToken 
     if not states:
         return []
     # A maximum over a row is NaN, infinite or minus infinity exactly when the row is unusable: one pass says it all.
-    best, best_ids = logits.max(dim=-1)
+    best, best_ids = _leaders(logits)
     results: list[SampledToken | ExecutionError] = []
     alone: list[int] = []
-    for place, (top, token_id, state) in enumerate(zip(best.tolist(), best_ids.tolist(), states, strict=True)):
+    for place, (top, token_id, state) in enumerate(zip(best, best_ids, states, strict=True)):
         if not math.isfinite(top):
             results.append(ExecutionError("the model returned logits that are not finite numbers"))
             continue
@@ -171,6 +172,16 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[SampledToken 
         for row, place in zip(rows, alone, strict=True):
             results[place] = _sample_row(row, states[place])
     return results
+
+
+def _leaders(logits: Tensor) -> tuple[list[float], list[int]]:
+    """Return the largest number of each row and where it is, the first of several; a NaN is larger than any."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        rows = logits.detach().numpy()  # whose argmax uses vectors, unlike torch's
+        ids = rows.argmax(axis=-1)
+        return rows[np.arange(len(rows)), ids].tolist(), ids.tolist()
+    best, best_ids = logits.max(dim=-1)
+    return best.tolist(), best_ids.tolist()
 
 
 def _sample_row(row: Tensor, state: SamplerState) -> SampledToken | ExecutionError:
