@@ -196,9 +196,6 @@ def view_layer(
     fields[P_WIDTH] = v_width + 2
     fields[K_OFFSETS] = 0 if key_offsets is None else key_offsets.data_ptr()
     fields[MOST_QUERIES] = max(QUERIES_TOGETHER, most_group)
-    fields[M_STEPS] = -(-k_dim * 2 // 64)
-    fields[M_TILE_BYTES] = 64 * (fields[M_STEPS] * 64 + v_width * 2)
-    fields[M_CONFIG] = TILE_CONFIG
     scratch_bytes = _plan_scratch(fields, units)
     modes = {k_mode, v_mode}
     matrix = modes <= {INT8, INT4, BF16} and refuse_amx() is None
@@ -234,6 +231,9 @@ def _describe_rows(fields: np.ndarray, key: Sequence[torch.Tensor], value: Seque
 
 def _plan_scratch(fields: np.ndarray, units: int) -> int:
     """Write where each part of a thread's scratch lies, and return its bytes; kernels may use the same memory."""
+    fields[M_STEPS] = -(-fields[K_DIM] * 2 // 64)
+    fields[M_TILE_BYTES] = 64 * (fields[M_STEPS] * 64 + fields[V_WIDTH] * 2)
+    fields[M_CONFIG] = TILE_CONFIG
     most = 0
     for sizes in (_scratch_sizes(fields, units), {**_matrix_sizes(fields), **_decode_sizes(fields)}):
         at = 0
