@@ -28,7 +28,6 @@ from prefixkv.kernels.numba_build import compiled, sources_digest
 from prefixkv.kernels.numba_dots import NOTHING
 from prefixkv.kernels.numba_ir import (
     copy_bytes,
-    load_f32,
     prefetch,
     store_f32,
     store_i8,
@@ -36,17 +35,18 @@ from prefixkv.kernels.numba_ir import (
     zero_bytes,
 )
 from prefixkv.kernels.numba_item import (
-    FIRST_QUERY,
     FIRST_ROW,
     ITEM_PARAMETERS,
     LAST_ROW,
-    NUM_QUERIES,
     SEEN_FROM,
     SEEN_TO,
     SLOT,
     TABLE,
     TOKEN,
+    queries_of,
     row_of,
+    table_from,
+    write_partial,
 )
 from prefixkv.kernels.numba_queries import read_query
 
@@ -100,7 +100,6 @@ def _prepare(f: Any, s: Any, table: Any, head: Any, first: Any, last: Any) -> No
         turn_codes(f[at.K_ROWS] + place * f[at.K_BYTES], k_steps, s + f[at.D_K] + run * k_steps * TILE_BYTES)
         _ask_for_keys(f, table, head, first + TILE_ROWS + run * _RUN, last)
         weave_codes(f[at.V_ROWS] + place * f[at.V_BYTES], v_steps, s + f[at.D_V] + run * 4 * 64)  # four lines
-
         copy_bytes(s + f[at.D_K_SCALES] + run * _RUN * 4, f[at.K_SCALES] + place * 4, _RUN * 4)
         copy_bytes(s + f[at.D_V_SCALES] + run * _RUN * 4, f[at.V_SCALES] + place * 4, _RUN * 4)
 
@@ -157,16 +156,8 @@ def _finish_queries(f: Any, s: Any, queries: Any, partial: Any, heads: Any, head
         out = partial + (queries[i, SLOT] * heads + head * together) * f[at.P_WIDTH] * 4
         for _ in range(together):
             acc = s + f[at.D_ACC] + index * dim * 4
-            for start in range(0, dim, 16):
-                # Sixteen numbers lie in four places of four, see numba_tiles.weave_run.
-                place = acc + (start // 64 * 64 + start % 64 // 4) * 4
-                for j in range(4):
-                    copy_bytes(out + (start + 4 * j) * 4, place + j * 64, 16)
-            total = np.float32(0.0)
-            for lane in range(_RUN):
-                total += load_f32(s + f[at.D_TOTAL] + (index * _RUN + lane) * 4)
-            store_f32(out + dim * 4, load_f32(s + f[at.D_MOST] + index * 4))
-            store_f32(out + dim * 4 + 4, total)
+            most, total = s + f[at.D_MOST] + index * 4, s + f[at.D_TOTAL] + index * _RUN * 4
+            write_partial(acc, dim, dim, most, total, out)
             out += f[at.P_WIDTH] * 4
             index += 1
 
@@ -206,9 +197,8 @@ def _build(sources: str) -> Any:
             return
         fields = carray(f, at.NUM_FIELDS)
         that = carray(item, 6)
-        wanted = carray(queries, (that[FIRST_QUERY] + that[NUM_QUERIES], 4))[that[FIRST_QUERY] :]
-        table = carray(tables, that[TABLE] + 1)[that[TABLE] :]
-        _attend(fields, s, that, wanted, table, head, q, q_mode, heads, partial, factor)
+        table = table_from(tables, that[TABLE])
+        _attend(fields, s, that, queries_of(that, queries), table, head, q, q_mode, heads, partial, factor)
 
     return compiled(functools.partial(cfunc, types.void(*ITEM_PARAMETERS)), decode_of_one_head)
 

@@ -41,17 +41,17 @@ from prefixkv.kernels.numba_ir import (
     zero_bytes,
 )
 from prefixkv.kernels.numba_item import (
-    FIRST_QUERY,
     FIRST_ROW,
     FIRST_TILE,
     ITEM_PARAMETERS,
     LAST_ROW,
-    NUM_QUERIES,
     SEEN_FROM,
     SEEN_TO,
     SLOT,
     TOKEN,
+    queries_of,
     row_of,
+    table_from,
 )
 
 __all__ = ["call_prepare", "chunk_function", "prepare_function"]
@@ -226,8 +226,7 @@ def _build_prepare(sources: str) -> Any:
             return
         fields = carray(f, at.NUM_FIELDS)
         that = carray(tile, 3)
-        table = carray(tables, that[_T_TABLE] + 1)[that[_T_TABLE] :]
-        _prepare(fields, s, that, table, head, dst)
+        _prepare(fields, s, that, table_from(tables, that[_T_TABLE]), head, dst)
 
     return compiled(functools.partial(cfunc, types.void(*_PREPARE_PARAMETERS)), prepare_tile)
 
@@ -243,10 +242,9 @@ def _build_chunk(sources: str) -> Any:
             return
         fields = carray(f, at.NUM_FIELDS)
         that = carray(item, 6)
-        wanted = carray(queries, (that[FIRST_QUERY] + that[NUM_QUERIES], 4))[that[FIRST_QUERY] :]
         spans = np.empty((-(-fields[at.MOST_QUERIES] // TOKENS), 4), np.int64)
         tiles += that[FIRST_TILE] * fields[at.M_TILE_BYTES]
-        _attend(fields, s, that, wanted, spans, tiles, head, q, heads, partial, factor)
+        _attend(fields, s, that, queries_of(that, queries), spans, tiles, head, q, heads, partial, factor)
 
     return compiled(functools.partial(cfunc, types.void(*ITEM_PARAMETERS)), chunk_of_one_head)
 

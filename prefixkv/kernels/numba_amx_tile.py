@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 TILE_ROWS = 64
-"""Rows of a tile: four runs of 16, each of them in one block."""
+"""Rows of a tile: four runs of 16."""
 
 _RUN = 16
 _RUNS = TILE_ROWS // _RUN

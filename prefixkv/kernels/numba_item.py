@@ -40,12 +40,10 @@ from prefixkv.kernels.numba_tiles import (
 )
 
 __all__ = [
-    "FIRST_QUERY",
     "FIRST_ROW",
     "FIRST_TILE",
     "ITEM_PARAMETERS",
     "LAST_ROW",
-    "NUM_QUERIES",
     "SEEN_FROM",
     "SEEN_TO",
     "SLOT",
@@ -53,7 +51,10 @@ __all__ = [
     "TOKEN",
     "call_item",
     "item_function",
+    "queries_of",
     "row_of",
+    "table_from",
+    "write_partial",
 ]
 
 TABLE, FIRST_ROW, LAST_ROW, FIRST_QUERY, NUM_QUERIES, FIRST_TILE = range(6)
@@ -244,6 +245,39 @@ def _start_queries(f: Any, s: Any, queries: Any, q: Any, q_mode: Any, heads: Any
 
 
 @njit(nogil=True)
+def write_partial(acc: Any, woven: Any, dim: Any, most: Any, total: Any, out: Any) -> None:
+    """Write one query's partial result: sums in their true order, maximum, the lanes of the total added.
+
+    The first ``woven`` sums are in the order of :func:`~prefixkv.kernels.numba_tiles.weave_run`.
+    """
+    for start in range(0, min(woven, dim), 16):
+        # Sixteen numbers lie in four places of four, one in each vector of their run.
+        place = acc + (start // (4 * LANES) * 4 * LANES + start % (4 * LANES) // 4) * 4
+        for j in range(min(4, (dim - start + 3) // 4)):
+            copy_bytes(out + (start + 4 * j) * 4, place + j * LANES * 4, min(16, (dim - start - 4 * j) * 4))
+    if woven < dim:
+        copy_bytes(out + woven * 4, acc + woven * 4, (dim - woven) * 4)
+    sum_of_lanes = np.float32(0.0)
+    for lane in range(LANES):
+        sum_of_lanes += load_f32(total + lane * 4)
+    store_f32(out + dim * 4, load_f32(most))
+    store_f32(out + dim * 4 + 4, sum_of_lanes)
+
+
+@njit(nogil=True)
+def queries_of(item: Any, queries: Any) -> Any:
+    """Return an item's queries, of all behind a pointer."""
+    first = item[FIRST_QUERY]
+    return carray(queries, (first + item[NUM_QUERIES], 4))[first:]
+
+
+@njit(nogil=True)
+def table_from(tables: Any, begin: Any) -> Any:
+    """Return the block table that begins at number ``begin`` behind a pointer."""
+    return carray(tables, begin + 1)[begin:]
+
+
+@njit(nogil=True)
 def _finish_queries(f: Any, s: Any, queries: Any, partial: Any, heads: Any, head: Any) -> None:
     """Write an item's partial results: sums in their true order, maximum, total."""
     group, dim, width = heads // f[at.KV_HEADS], f[at.V_DIM], f[at.V_WIDTH]
@@ -253,18 +287,7 @@ def _finish_queries(f: Any, s: Any, queries: Any, partial: Any, heads: Any, head
             num = i * group + g
             out = partial + (queries[i, SLOT] * heads + head * group + g) * f[at.P_WIDTH] * 4
             acc = s + f[at.S_ACC] + num * width * 4
-            for start in range(0, min(woven, dim), 16):
-                # Sixteen numbers lie in four places of four, one in each vector of their run.
-                place = acc + (start // (4 * LANES) * 4 * LANES + start % (4 * LANES) // 4) * 4
-                for j in range(min(4, (dim - start + 3) // 4)):
-                    copy_bytes(out + (start + 4 * j) * 4, place + j * LANES * 4, min(16, (dim - start - 4 * j) * 4))
-            if woven < dim:
-                copy_bytes(out + woven * 4, acc + woven * 4, (dim - woven) * 4)
-            total = np.float32(0.0)
-            for lane in range(LANES):
-                total += load_f32(s + f[at.S_TOTAL] + (num * LANES + lane) * 4)
-            store_f32(out + dim * 4, load_f32(s + f[at.S_MOST] + num * 4))
-            store_f32(out + dim * 4 + 4, total)
+            write_partial(acc, woven, dim, s + f[at.S_MOST] + num * 4, s + f[at.S_TOTAL] + num * LANES * 4, out)
 
 
 @njit(nogil=True, inline="always")
@@ -316,9 +339,8 @@ def _build(sources: str) -> Any:
             return
         fields = carray(f, at.NUM_FIELDS)
         that = carray(item, 6)
-        wanted = carray(queries, (that[FIRST_QUERY] + that[NUM_QUERIES], 4))[that[FIRST_QUERY] :]
-        table = carray(tables, that[TABLE] + 1)[that[TABLE] :]
-        _attend(fields, s, that, wanted, table, head, q, q_mode, heads, partial, factor, cap)
+        table = table_from(tables, that[TABLE])
+        _attend(fields, s, that, queries_of(that, queries), table, head, q, q_mode, heads, partial, factor, cap)
 
     return compiled(functools.partial(cfunc, types.void(*ITEM_PARAMETERS)), item_of_one_head)
 
