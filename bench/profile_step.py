@@ -2,9 +2,10 @@
 
 Claim: a decode step is bound by the bytes it must read: weights once, and the rows of K and V that each sequence sees.
 
-The first requests of the static load are prefilled; then decode steps of the whole batch are timed, and beside them
-each part alone on the same shapes: linear layers, language-model head, attention, writing rows, everything else on the
-host. The last line says how long the bytes alone would take at the bandwidth of a plain copy in the same process.
+The first requests of the static load are prefilled; then decode steps of the whole batch are timed: in the engine, as a
+forward of the model alone, and, where the step is compiled, part by part with the processor's own clock. What the
+engine adds is the difference of the first two. The last lines say how long the bytes alone would take, those of the
+weights and those of the rows, at the bandwidth of a plain read in the same process.
 
 Run: python bench/profile_step.py --batch 1 8 16        on an otherwise idle machine
 """
@@ -12,6 +13,7 @@ Run: python bench/profile_step.py --batch 1 8 16        on an otherwise idle mac
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -24,6 +26,7 @@ from chat_load import load
 from prefix_reuse import RESULTS, describe_machine
 
 from prefixkv import CacheConfig, ChatRequest, Engine, EngineConfig, Principal, SamplingParams, SchedulerConfig
+from prefixkv.kernels import readiness
 from prefixkv.model.batch import Chunk, ForwardBatch
 
 
@@ -60,60 +63,45 @@ def prefill(engine: Engine, count: int) -> list[Chunk]:
 
 
 def parts_ms(engine: Engine, chunks: list[Chunk], repeats: int) -> dict[str, float]:
-    """Time the whole forward and its parts alone."""
+    """Return what a step consists of; the compiled step counts cycles per part, other decoders are timed as a whole."""
     runner = engine._runner
     size, device = runner.spec.block_size, runner.storage.device
-    batch = ForwardBatch.build(chunks, block_size=size, num_blocks=runner.num_blocks, device=device)
     found = {
         "forward": median_ms(lambda: runner.execute(chunks), repeats),
-        "batch planning": median_ms(
+        "planning the batch": median_ms(
             lambda: ForwardBatch.build(chunks, block_size=size, num_blocks=runner.num_blocks, device=device), repeats
         ),
     }
-    fused = runner._fused
-    if fused is None:
+    compiled = None if runner._fused is None else runner._fused._few
+    if compiled is None:
         return found
-    tokens = len(chunks)
-    dtype = runner.storage.dtype
-    inputs = {
-        name: torch.randn(tokens, getattr(fused._layers[0], name).weight.shape[1]).to(dtype)
-        for name in ("qkv", "out", "gate_up", "down")
-    }
+    from prefixkv.kernels import numba_step
+    from prefixkv.kernels.numba_layer import PARTS
 
-    def linears() -> None:
-        for layer in fused._layers:
-            for name, x in inputs.items():
-                getattr(layer, name)(x)
+    seconds = {"layers": 0.0, "head": 0.0}
 
-    spec = runner.spec.layers[0]
-    q = torch.randn(tokens, runner._shape.num_heads[0], spec.key_dim).to(dtype)
-    rows = torch.randn(tokens, spec.num_kv_heads, spec.key_dim).to(dtype)
+    def timed(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def wrapper(*args: Any) -> Any:
+            started = time.perf_counter()
+            result = call(*args)
+            seconds[name] += time.perf_counter() - started
+            return result
 
-    def attention() -> None:
-        for index in range(len(runner.spec.layers)):
-            runner._backend.forward(
-                index,
-                q,
-                runner.storage,
-                batch.attention,
-                scaling=0.125,
-                window=None,
-                softcap=None,
-                sinks=None,
-            )
+        return wrapper
 
-    def writing() -> None:
-        for index in range(len(runner.spec.layers)):
-            runner.storage.write(index, batch.attention.slot_mapping, rows, rows)
-
-    head = fused._head.weight
-    with torch.inference_mode():
-        found["linears"] = median_ms(linears, repeats)
-        found["head"] = median_ms(lambda: torch.nn.functional.linear(inputs["qkv"], head), repeats)
-        found["attention"] = median_ms(attention, repeats)
-        found["writing rows"] = median_ms(writing, repeats)
-    known = ("batch planning", "linears", "head", "attention", "writing rows")
-    found["norms, RoPE, host"] = found["forward"] - sum(found[name] for name in known)
+    originals = numba_step._run_layers, numba_step._head
+    numba_step._run_layers, numba_step._head = timed(originals[0], "layers"), timed(originals[1], "head")
+    compiled._room.cycles[:] = 0
+    try:
+        for _ in range(repeats):
+            runner.execute(chunks)
+    finally:
+        numba_step._run_layers, numba_step._head = originals
+    cycles = compiled._room.cycles
+    share = seconds["layers"] / repeats * 1000 / cycles.sum()
+    found.update({f"  {name}": float(count * share) for name, count in zip(PARTS, cycles, strict=True)})
+    found["  head"] = seconds["head"] / repeats * 1000
+    found["  Python of the step"] = found["forward"] - (seconds["layers"] + seconds["head"]) / repeats * 1000
     return found
 
 
@@ -129,10 +117,9 @@ def engine_step_ms(engine: Engine, count: int, tokens: int) -> float:
 
 
 def bandwidth_bytes_per_s() -> float:
-    """Return what a plain copy reads and writes per second."""
+    """Return how fast all threads together read memory that no cache holds."""
     source = torch.ones(64 * 2**20)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (median_ms(lambda: target.copy_(source), 5) / 1000)
+    return source.nbytes / (median_ms(source.sum, 9) / 1000)
 
 
 def main() -> None:
@@ -145,6 +132,8 @@ def main() -> None:
     options = parser.parse_args()
     command, machine = " ".join(["python", *sys.argv]), describe_machine()
     print(f"{command}\n{machine}")
+    with contextlib.suppress(ImportError):  # numba; torch is profiled then
+        readiness.compile_now()
     record: dict[str, Any] = {"command": command, "machine": machine, "batches": {}}
     for count in options.batch:
         config = EngineConfig(
@@ -160,11 +149,14 @@ def main() -> None:
             weights = sum(p.nbytes for p in engine._loaded.model.parameters())
             rows = sum(chunk.start + 1 for chunk in chunks)
         bandwidth = bandwidth_bytes_per_s()
-        bound_ms = (weights + rows * spec.bytes_per_token) / bandwidth * 1000
+        bound_ms = {
+            "weights alone": weights / bandwidth * 1000,
+            "rows alone": rows * spec.bytes_per_token / bandwidth * 1000,
+        }
         print(f"\nbatch {count}, {rows} rows in all; {described}")
-        for name, value in {"engine, per token": step_ms, **found}.items():
-            print(f"  {name:20} {value:8.2f} ms")
-        print(f"  {'bytes alone':20} {bound_ms:8.2f} ms  at {bandwidth / 1e9:.0f} GB/s of a plain copy")
+        for name, value in {"engine, per token": step_ms, **found, **bound_ms}.items():
+            print(f"  {name:22} {value:8.2f} ms")
+        print(f"  {'plain read':22} {bandwidth / 1e9:8.0f} GB/s")
         record["batches"][count] = {"engine_ms": step_ms, "parts_ms": found, "bound_ms": bound_ms, "engine": described}
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / "profile_step.json"

@@ -50,6 +50,7 @@ __all__ = [
     "micro_kernel",
     "offset",
     "prefetch",
+    "read_cycles",
     "reduce",
     "repeat",
     "shuffle",
@@ -307,6 +308,16 @@ def int_bits(typing_context: Any, x: Any) -> Any:
 def float_bits(typing_context: Any, x: Any) -> Any:
     """Return the float32 that has these int32 bits."""
     return types.float32(types.int32), lambda context, b, signature, args: b.bitcast(args[0], F32)
+
+
+@intrinsic
+def read_cycles(typing_context: Any) -> Any:
+    """Return the processor's clock, in cycles of its own; 0 where it has none that programs may read."""
+
+    def emit(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I64, []), "llvm.readcyclecounter"), [])
+
+    return types.int64(), emit
 
 
 @intrinsic

@@ -28,13 +28,16 @@ from prefixkv.kernels.numba_amx import (
 )
 from prefixkv.kernels.numba_build import compiled, sources_digest, use_threads
 
-__all__ = ["LayerWeights", "StepRoom", "finish_layer", "float_bits_of", "project"]
+__all__ = ["PARTS", "LayerWeights", "StepRoom", "finish_layer", "float_bits_of", "project"]
 
 (
     HIDDEN, HEADS, KV_HEADS, DIM, TURNS, INNER, IN_EPS, MLP_EPS, HEAD_EPS,
     IN_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT, OUT_BIAS, MLP_NORM, GATE_UP, GATE_UP_BIAS, DOWN, DOWN_BIAS,
     CONFIG, NUM_FIELDS,
 ) = range(23)  # fmt: skip
+
+PARTS = ("qkv", "writing rows", "attention", "out", "gate and up", "down")
+"""What a layer consists of, in order; :attr:`StepRoom.cycles` counts each."""
 
 _ROW = TOKENS * 4
 _TILE_ROWS = 16
@@ -95,7 +98,11 @@ class LayerWeights:
 
 
 class StepRoom:
-    """What a step is computed in: the residual stream, rows on their way, scratch. One thread uses it."""
+    """What a step is computed in: the residual stream, rows on their way, scratch. One thread uses it.
+
+    Attributes:
+        cycles: Of the processor's clock, spent in each of :data:`PARTS` since it was made.
+    """
 
     def __init__(self, layer: LayerWeights, tokens: int) -> None:
         """Allocate for layers of one size.
@@ -118,6 +125,7 @@ class StepRoom:
         self.q = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16)
         self.k, self.v = torch.zeros(2, tokens, kv_heads, dim, dtype=torch.bfloat16)
         self.attended = torch.zeros_like(self.q)
+        self.cycles = np.zeros(len(PARTS), np.int64)
 
     def begin(self, x: torch.Tensor) -> None:
         """Take embeddings [T, hidden] as the residual stream."""

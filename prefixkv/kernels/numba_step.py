@@ -22,6 +22,7 @@ from prefixkv.kernels.numba_amx import (
 )
 from prefixkv.kernels.numba_attend import _LOG2_E, _NO_SINKS, AttendPlan, _attend, item_functions
 from prefixkv.kernels.numba_build import compiled, sources_digest
+from prefixkv.kernels.numba_ir import read_cycles
 from prefixkv.kernels.numba_layer import (
     _BLOCK,
     _FORMER,
@@ -89,7 +90,7 @@ def run_layers(
         factors, groups, tokens, room.stream.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], room.scratch,
         room.scratch_bytes, room.threads, room.q.data_ptr(), room.k.data_ptr(), room.v.data_ptr(),
         room.inner.data_ptr(), room.attended.data_ptr(), *functions, attend_scratch,
-        view.scratch_bytes, view.tile_bytes, partial, _NO_SINKS,
+        view.scratch_bytes, view.tile_bytes, partial, _NO_SINKS, room.cycles,
     )  # fmt: skip
     if refused:
         raise IndexError(f"{refused} of {tokens} rows lie outside the pool")
@@ -148,6 +149,14 @@ def _build_head(sources: str) -> Any:
     return compiled(njit, head, parallel=True, nogil=True)
 
 
+@njit(nogil=True)
+def _count(cycles: Any, part: Any, began: Any) -> Any:
+    """Add to a part of :data:`PARTS` what has passed since ``began``; return now."""
+    now = read_cycles()
+    cycles[part] += now - began
+    return now
+
+
 def _build_layers(sources: str) -> Any:
     """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
 
@@ -155,22 +164,29 @@ def _build_layers(sources: str) -> Any:
         weights: Any, views: Any, num_rows: Any, slots: Any, plans: Any, plan_tokens: Any, prepared: Any, plan_of: Any,
         factors: Any, groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any, scratch_bytes: Any,
         threads: Any, q: Any, k: Any, v: Any, inner_pairs: Any, attended: Any, decode_item: Any, chunk_item: Any,
-        prepare: Any, attend_scratch: Any, attend_bytes: Any, tile_bytes: Any, partial: Any, sinks: Any
+        prepare: Any, attend_scratch: Any, attend_bytes: Any, tile_bytes: Any, partial: Any, sinks: Any, cycles: Any
     ) -> Any:  # fmt: skip
         refused = 0
         for layer in range(weights.shape[0] if sources else 0):
             f, view = weights[layer], views[layer]
+            began = read_cycles()
             _project(f, groups, tokens, x, cos, sin, half, scratch, scratch_bytes, threads, q, k, v)
+            began = _count(cycles, 0, began)
             refused += _store_rows(view, num_rows, slots, k, at.BF16, v, at.BF16)
+            began = _count(cycles, 1, began)
             kind = plan_of[layer]
             _attend(
                 decode_item, chunk_item, prepare, np.int64(view.ctypes.data), plans[kind], plan_tokens[kind], partial,
                 attend_scratch, attend_bytes, prepared[kind], tile_bytes, threads, f[KV_HEADS], f[HEADS], f[DIM], q,
                 at.BF16, factors[layer], np.float32(0.0), sinks, attended,
             )  # fmt: skip
+            began = _count(cycles, 2, began)
             _add_attention(f, groups, tokens, x, scratch, scratch_bytes, threads, attended)
+            began = _count(cycles, 3, began)
             _widen(f, groups, x, inner_pairs, scratch, scratch_bytes, threads)
+            began = _count(cycles, 4, began)
             _add_mlp(f, groups, x, inner_pairs, scratch, scratch_bytes, threads)
+            _count(cycles, 5, began)
         return refused
 
     return compiled(njit, run_layers, nogil=True)
