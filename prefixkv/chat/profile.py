@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from prefixkv.chat.rendering import ChatInput
+from prefixkv.chat.probing import PROBE_WORDS, Probe
 
-__all__ = ["TemplateProfile", "load_profiles", "recognise", "templates_folder"]
+__all__ = ["TOOLS_PLACEMENTS", "FamilyFile", "TemplateProfile", "load_profiles", "recognise", "templates_folder"]
 
 TOOLS_PLACEMENTS = ("none", "before_system", "after_system", "first_user", "last_user")
-
-_SYSTEM, _FIRST, _REPLY, _LAST = "probesystem", "probefirst", "probereply", "probelast"
-_TOOL, _THOUGHT = "probetool", "probethought"
-_PROBE_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": _TOOL,
-            "description": "Looks something up.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-        },
-    }
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +27,20 @@ class TemplateProfile:
         tools: Where tools are rendered: ``none``, ``before_system``, ``after_system``, ``first_user`` (inside or
             directly before that turn), ``last_user``.
         injects_date: The template writes the clock's time or date.
-        strips_reasoning: Reasoning in earlier replies is left out.
+        strips_reasoning: Reasoning in earlier replies is left out: where it was shown in a field of the message
+            before, or wherever ``<think>`` in the text is cut away.
+        system_anywhere: A second system message just before the last user turn is rendered there, and no text before
+            it changes.
+        glues_system: System text is rendered inside the first user turn.
+        date_argument: Name of the template variable that pins an injected date, ``"strftime_now"`` where only the
+            clock itself does, ``""`` where no date is injected.
+        generation_prompt_differs: The generation prompt is not how the same reply begins once it is history, so the
+            prefix breaks at each reply.
+        trims_content: White space around content is dropped, in at least one role.
+        writes_bos: The template itself writes the tokenizer's BOS token.
+        prefix_stable: As a conversation of plain turns grows, nothing changes up to the end of what its last turn
+            said.
+        takes_text: Content given as text is rendered; else only lists of parts are.
     """
 
     family: str
@@ -49,18 +49,72 @@ class TemplateProfile:
     tools: str
     injects_date: bool
     strips_reasoning: bool
+    system_anywhere: bool
+    glues_system: bool
+    date_argument: str
+    generation_prompt_differs: bool
+    trims_content: bool
+    writes_bos: bool
+    prefix_stable: bool
+    takes_text: bool
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a user of the template should know, if anything."""
+        """What every request's report should say, if anything."""
         if self.injects_date:
-            return ("the chat template writes the current date: what follows it is computed anew when it changes",)
+            return (
+                "the chat template writes the current date: what follows it is computed anew when it changes; "
+                "pin it with template_clock in the policy",
+            )
         return ()
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What costs hits, and what to do about it; for someone who chooses or sets up a model."""
+        found = (
+            (
+                not self.takes_text,
+                "text content is left out: the template reads lists of parts only, so the model would see empty turns",
+            ),
+            (
+                not self.supports_system,
+                "system messages are refused or left out: put that text at the start of the first user turn",
+            ),
+            (
+                self.glues_system,
+                "system text is part of the first user turn: it is shared as system only as far as that turn's words",
+            ),
+            (
+                self.tools == "last_user",
+                "tools stand at the last user turn and move with every turn: all turns since the last one are "
+                "computed again, and the tools too; keep the tools short",
+            ),
+            (
+                self.strips_reasoning,
+                "reasoning is taken out of earlier replies: with each user turn the reply before it is computed again",
+            ),
+            (
+                self.generation_prompt_differs,
+                "a reply is opened with other text than it has as history: each reply is computed again in the next "
+                "turn; a template variable such as enable_thinking may change how it is opened",
+            ),
+            (
+                not self.prefix_stable,
+                "earlier turns are written differently once the conversation goes on: reuse ends where they differ",
+            ),
+        )
+        return (*self.warnings, *(text for applies, text in found if applies))
+
+
+FACTS = tuple(field.name for field in fields(TemplateProfile))[2:]
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyFile:
     """A file of ``templates/``: how to recognise a family, and what its templates have in common. Frozen.
+
+    White space in markers and renders does not count. ``{system}``, ``{first}``, ``{reply}`` and ``{last}`` in a
+    marker stand for what the turns of the probed conversation say.
 
     Attributes:
         family: Name of the family.
@@ -73,6 +127,11 @@ class FamilyFile:
     markers: tuple[str, ...]
     tool_markers: tuple[str, ...]
     facts: Mapping[str, bool | str]
+
+    def fits(self, plain: str, with_tools: str) -> bool:
+        """Return whether renders without and with tools hold all markers; changes nothing."""
+        texts = ((self.markers, plain), (self.tool_markers, with_tools))
+        return all(_bare(_filled(marker)) in _bare(text) for markers, text in texts for marker in markers)
 
 
 def templates_folder() -> Path:
@@ -106,83 +165,40 @@ def recognise(tokenizer: Any, families: Sequence[FamilyFile] | None = None) -> T
         tokenizer: Has a chat template.
         families: What to compare with; None reads the shipped files.
     """
-    seen = _Probe(tokenizer)
-    supports_system = seen.supports_system()
-    probed = TemplateProfile(
-        family="unknown",
-        source="probed",
-        supports_system=supports_system,
-        tools=seen.tools_placement(supports_system),
-        injects_date=seen.injects_date(),
-        strips_reasoning=seen.strips_reasoning(),
-    )
-    plain, with_tools = seen.plain or "", seen.with_tools or ""
+    seen = Probe(tokenizer)
+    facts = seen.facts()
+    with_tools = seen.with_tools or ""
+    plain = seen.plain or with_tools  # a template may refuse to go without tools
     for file in load_profiles() if families is None else families:
-        fits = all(marker in plain for marker in file.markers)
-        if fits and all(marker in with_tools for marker in file.tool_markers):
-            is_typical = all(getattr(probed, name) == value for name, value in file.facts.items())
-            return replace(probed, family=file.family, source="file" if is_typical else "probed")
-    return probed
+        if file.fits(plain, with_tools):
+            is_typical = all(facts[name] == value for name, value in file.facts.items())
+            return TemplateProfile(file.family, "file" if is_typical else "probed", **facts)
+    return TemplateProfile("unknown", "probed", **facts)
 
 
-class _Probe:
-    """Renders of one conversation."""
+def _filled(marker: str) -> str:
+    for name, word in PROBE_WORDS.items():
+        marker = marker.replace(f"{{{name}}}", word)
+    return marker
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._turns = [
-            {"role": "user", "content": _FIRST},
-            {"role": "assistant", "content": _REPLY},
-            {"role": "user", "content": _LAST},
-        ]
-        self._system = [{"role": "system", "content": _SYSTEM}]
-        self.plain = self._render(self._turns)
-        self.with_tools = self._render(self._turns, tools=_PROBE_TOOLS)
 
-    def supports_system(self) -> bool:
-        return _SYSTEM in (self._render(self._system + self._turns) or "")
-
-    def tools_placement(self, supports_system: bool) -> str:
-        turns = self._system + self._turns if supports_system else self._turns
-        text, bare = self._render(turns, tools=_PROBE_TOOLS), self._render(turns)
-        if text is None or bare is None or _TOOL not in text:
-            return "none"
-        place, first, reply = text.index(_TOOL), text.index(_FIRST), text.index(_REPLY)
-        if place > reply:
-            return "last_user"
-        if place > first:
-            return "first_user"
-        if not supports_system:
-            # With the head of the first user turn before them, tools are in that turn.
-            head = bare[: bare.index(_FIRST)]
-            return "first_user" if text.startswith(head) and len(head.split()) > 0 else "before_system"
-        system = text.index(_SYSTEM)
-        if place < system:
-            return "before_system"
-        between = bare[bare.index(_SYSTEM) + len(_SYSTEM) : bare.index(_FIRST)]
-        return "first_user" if text[system + len(_SYSTEM) :].startswith(between) else "after_system"
-
-    def injects_date(self) -> bool:
-        # A clock that is no function makes a template fail that calls it, and is nothing to one that does not.
-        return self.plain is not None and self._render(self._turns, strftime_now="") is None
-
-    def strips_reasoning(self) -> bool:
-        turns = [dict(turn) for turn in self._turns]
-        turns[1]["content"] = f"<think>\n{_THOUGHT}\n</think>\n\n{_REPLY}"
-        text = self._render(turns)
-        return text is not None and _REPLY in text and _THOUGHT not in text
-
-    def _render(self, messages: list[dict[str, str]], tools: Any = None, **kwargs: Any) -> str | None:
-        return ChatInput(self._tokenizer, messages, tools, kwargs, True, False).try_render()
+def _bare(text: str) -> str:
+    return "".join(text.split())
 
 
 def _read(path: Path) -> FamilyFile:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
         facts = data["facts"]
-        names = {field.name for field in fields(TemplateProfile)} - {"family", "source"}
-        if not set(facts) <= names or facts.get("tools", "none") not in TOOLS_PLACEMENTS:
-            raise ValueError(f"[facts] may state {', '.join(sorted(names))}")
-        return FamilyFile(str(data["family"]), tuple(data["markers"]), tuple(data.get("tool_markers", ())), facts)
+        for name, value in facts.items():
+            kind = str if name in ("tools", "date_argument") else bool
+            if name not in FACTS or not isinstance(value, kind):
+                raise ValueError(f"[facts] {name}: there is no such fact, or it is no {kind.__name__}")
+        if facts.get("tools", "none") not in TOOLS_PLACEMENTS:
+            raise ValueError(f"[facts] tools: must be one of {', '.join(TOOLS_PLACEMENTS)}")
+        markers, tool_markers = data["markers"], data.get("tool_markers", [])
+        if not all(isinstance(marker, str) and marker.strip() for marker in (*markers, *tool_markers)):
+            raise ValueError("markers: must be texts, none of them empty")
+        return FamilyFile(str(data["family"]), tuple(markers), tuple(tool_markers), facts)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path.name}: {type(error).__name__}: {error}") from None
