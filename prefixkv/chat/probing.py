@@ -55,7 +55,8 @@ class Probe:
     """Renders small conversations and looks where their words went. Changes nothing.
 
     A template that refuses a conversation lacks the fact. One that refuses a chat without tools is given tools
-    throughout, and one that does not show content given as text is given lists of parts.
+    throughout, and one that does not show content given as text is given lists of parts. Where even that is refused,
+    only ``plain`` and ``with_tools`` are rendered, of one user turn.
 
     Args:
         tokenizer: Has a chat template.
@@ -70,16 +71,21 @@ class Probe:
         self._wants_parts = False
         self._tools: Any = None
         self._turns = [_user(_FIRST), _assistant(_REPLY), _user(_LAST)]
-        self.plain, self.with_tools = self._render(self._turns), self._render(self._turns, _TOOLS)
+        self.plain, self.with_tools = self._base(self._turns)
         self._takes_text = _FIRST in (self.plain or self.with_tools or "")
         if not self._takes_text:
             self._wants_parts = True
-            parts = self._render(self._turns), self._render(self._turns, _TOOLS)
-            if any(parts):
+            parts = self._base(self._turns)
+            self._wants_parts = _FIRST in (parts[0] or parts[1] or "")
+            if self._wants_parts:
                 self.plain, self.with_tools = parts
         if self.plain is None and self.with_tools is not None:
             self._tools = _TOOLS
         self._text = self.plain or self.with_tools or ""
+        if not self._text:
+            # Such as where replies end with a token that this tokenizer lacks. One turn still tells the family.
+            self.plain, self.with_tools = self._base(self._turns[2:])
+            self._takes_text = _LAST in (self.plain or self.with_tools or "")
         self._with_system: str | None = None
         self._with_both: str | None = None
 
@@ -92,7 +98,7 @@ class Probe:
         date_argument = self._date_argument()
         return {
             "supports_system": supports_system,
-            "tools": self._tools_placement(supports_system),
+            "tools": self._tools_placement(supports_system) if self._text else "none",
             "injects_date": bool(date_argument),
             "strips_reasoning": self._strips_reasoning(),
             "system_anywhere": supports_system and self._system_anywhere(),
@@ -140,7 +146,9 @@ class Probe:
         text = self._with_system or ""
         before, after = [_system(_SYSTEM), *self._turns[:2]], self._turns[2:]
         late = self._render([*before, _system(_LATE), *after], self._tools)
-        if late is None or _LATE not in late or _SYSTEM not in late or not {_REPLY, _LAST} <= _words(late):
+        if late is None or _LATE not in late or _SYSTEM not in late:
+            return False
+        if not {_REPLY, _LAST} <= _words(late) & _words(text):
             return False
         kept = text.index(_REPLY) + len(_REPLY)
         if common_prefix(text, late) < kept or not kept <= late.index(_LATE) < late.index(_LAST):
@@ -212,6 +220,8 @@ class Probe:
 
     def _date_argument(self) -> str:
         """Return the variable that pins an injected date, or "" where none is injected."""
+        if not self._text:
+            return ""
         turns = [_system(_SYSTEM), *self._turns]
         looks: tuple[tuple[_Turns, Any, str | None], ...] = (
             (self._turns, None, self.plain),
@@ -225,10 +235,12 @@ class Probe:
         return ""
 
     def _pinning(self, turns: _Turns, tools: Any) -> str:
-        shown = self._render(turns, tools, **_DATE_ARGUMENTS) or ""
+        shown = self._render(turns, tools, variables=_DATE_ARGUMENTS) or ""
         for name, word in _DATE_ARGUMENTS.items():
             if word in shown:
-                stopped, running = (self._render(turns, tools, runs=runs, **{name: word}) for runs in (False, True))
+                stopped, running = (
+                    self._render(turns, tools, runs=runs, variables={name: word}) for runs in (False, True)
+                )
                 if stopped is not None and stopped == running and word in stopped:
                     return name
         return _CLOCK
@@ -242,13 +254,22 @@ class Probe:
 
     # -- rendering ------------------------------------------------------------------------------------------------
 
+    def _base(self, turns: _Turns) -> tuple[str | None, str | None]:
+        return self._render(turns), self._render(turns, _TOOLS)
+
     def _render(
-        self, turns: _Turns, tools: Any = None, opens_reply: bool = True, *, runs: bool = False, **variables: str
+        self,
+        turns: _Turns,
+        tools: Any = None,
+        opens_reply: bool = True,
+        *,
+        runs: bool = False,
+        variables: Mapping[str, str] = {},
     ) -> str | None:
         """Render with a clock that stands still, or with the machine's if it ``runs``."""
         source = None if runs else self._source(tools)
         if source is not None:
-            variables["chat_template"] = with_clock(source, _MOMENT)
+            variables = {**variables, "chat_template": with_clock(source, _MOMENT)}
         if self._wants_parts:
             turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
         return ChatInput(self._tokenizer, turns, tools, variables, opens_reply, False).try_render()

@@ -74,20 +74,16 @@ class TemplateProfile:
         found = (
             (
                 not self.takes_text,
-                "text content is left out: the template reads lists of parts only, so the model would see empty turns",
+                "content given as text is left out or refused: the template reads lists of parts only",
             ),
             (
                 not self.supports_system,
                 "system messages are refused or left out: put that text at the start of the first user turn",
             ),
             (
-                self.glues_system,
-                "system text is part of the first user turn: it is shared as system only as far as that turn's words",
-            ),
-            (
                 self.tools == "last_user",
-                "tools stand at the last user turn and move with every turn: all turns since the last one are "
-                "computed again, and the tools too; keep the tools short",
+                "tools stand before the last user turn and move with every turn: they, the turn before and its reply "
+                "are computed again each time; keep the tools short",
             ),
             (
                 self.strips_reasoning,

