@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
+from datetime import date, datetime
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +17,7 @@ from prefixkv.config import parse_memory
 from prefixkv.errors import ConfigError, PolicyError, UnknownTenant
 from prefixkv.scope import ScopeLevel
 
-__all__ = ["DEFAULT_SCOPES", "SEGMENT_KINDS", "PolicySet", "SlotPolicy", "TenantPolicy"]
+__all__ = ["CLOCK_UNITS", "DEFAULT_SCOPES", "SEGMENT_KINDS", "PolicySet", "SlotPolicy", "TenantPolicy"]
 
 DEFAULT_SCOPES: dict[str, ScopeLevel] = {
     "preamble": ScopeLevel.TENANT,
@@ -32,6 +33,9 @@ DEFAULT_SCOPES: dict[str, ScopeLevel] = {
 """How far each kind of segment is shared unless a policy says otherwise."""
 
 SEGMENT_KINDS = tuple(DEFAULT_SCOPES)
+
+CLOCK_UNITS = ("hour", "day", "month", "year")
+"""What the clock of a template can be rounded down to."""
 
 _Level = Annotated[
     ScopeLevel,
@@ -71,12 +75,18 @@ class SlotPolicy(_Policy):
     """What happens to a declared slot.
 
     Attributes:
-        placement: ``inline`` leaves the value where it is: everything behind it is lost when it changes.
+        placement: ``inline`` leaves the value where it is: everything behind it is lost when it changes. ``coarsen``
+            rounds a time in it down: the same text, fewer values. ``tail`` binds late: a fixed phrase stays in its
+            place, and the value goes to the end, just before the last user turn. ``patch`` is ``inline`` as yet.
         scope: How far the value, and all that follows it, is shared.
+        unit: What ``coarsen`` rounds down to.
+        phrase: What ``tail`` leaves in the place; None says where the value is found.
     """
 
-    placement: Literal["inline"] = "inline"
+    placement: Literal["inline", "coarsen", "tail", "patch"] = "inline"
     scope: _Level = ScopeLevel.SESSION
+    unit: Literal["minute", "hour", "day"] = "hour"
+    phrase: str | None = Field(default=None, max_length=200, strict=True)
 
 
 class TenantPolicy(_Policy):
@@ -87,6 +97,14 @@ class TenantPolicy(_Policy):
         max_pool: Most of the pool it may hold: bytes, ``"64MiB"`` or a share of the pool; None sets no limit.
         scopes: Segment kind to scope level; kinds left out keep :data:`DEFAULT_SCOPES`.
         slots: Slot name to its policy; slots left out are ``inline`` and ``session``.
+        few_shot_messages: Messages behind the system text that are examples, the same for all; a request may say
+            another number.
+        tools_order: ``canonical`` sorts tools by name and keys of tools and of calls' arguments in a fixed order, so
+            that a shuffled list is the same prompt.
+        splice_generated: Where a history brings back a reply of this engine, take the reply's own tokens, not those
+            that its text encodes to. The model then sees what it wrote, and the next turn hits all of it.
+        template_clock: What a template that writes the date is told: an ISO date or time, or ``hour``, ``day``,
+            ``month`` or ``year``, which round the true time down; None tells it the true time.
         max_prompt_tokens: Longest prompt; None sets no limit.
         max_queued_requests: Requests that may wait; None sets no limit of its own.
     """
@@ -95,6 +113,10 @@ class TenantPolicy(_Policy):
     max_pool: int | float | str | None = None
     scopes: dict[str, _Level] = Field(default_factory=dict)
     slots: dict[str, SlotPolicy] = Field(default_factory=dict)
+    few_shot_messages: int = Field(default=0, ge=0, strict=True)
+    tools_order: Literal["as_given", "canonical"] = "as_given"
+    splice_generated: bool = Field(default=False, strict=True)
+    template_clock: str | None = None
     max_prompt_tokens: int | None = Field(default=None, ge=1, strict=True)
     max_queued_requests: int | None = Field(default=None, ge=1, strict=True)
 
@@ -107,6 +129,18 @@ class TenantPolicy(_Policy):
             return parse_memory(value)
         except ConfigError:
             raise ValueError('must be bytes, text ("64MiB") or a share of the pool ("50%", 0.5)') from None
+
+    @field_validator("template_clock", mode="before")
+    @classmethod
+    def _check_clock(cls, value: Any) -> str | None:
+        if value is None or (isinstance(value, str) and value in CLOCK_UNITS):
+            return value
+        if isinstance(value, date):  # YAML and TOML read an unquoted date as one
+            return value.isoformat()
+        try:
+            return datetime.fromisoformat(value).isoformat()
+        except (TypeError, ValueError):
+            raise ValueError(f"must be an ISO date or time (2026-01-31), or one of {', '.join(CLOCK_UNITS)}") from None
 
     @field_validator("scopes")
     @classmethod

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prefixkv.cache.audit import check_manager
 from prefixkv.cache.eviction import LRUEviction
+from prefixkv.cache.ghosts import Ghosts
 from prefixkv.cache.index import BlockIndex, Node
 from prefixkv.cache.keys import ScopeKey, ScopeKeys
 from prefixkv.cache.pool import BlockPool
@@ -50,6 +51,7 @@ class KVCacheManager:
         self.index = BlockIndex(block_size)
         self.idle = LRUEviction()
         self.keys = keys
+        self.ghosts = Ghosts(4 * num_blocks, block_size)
         self.num_evicted = 0
         self.pins: dict[int, tuple[Node, ...]] = {}
         self.sequences: dict[int, SequenceBlocks] = {}
@@ -85,14 +87,14 @@ class KVCacheManager:
         diverged = partial is not None and rows < len(rest) and rows < len(partial.tokens)
         return PrefixMatch(tuple(parent.chain()), partial if rows else None, rows, start + rows, diverged)
 
+    def why_missing(self, token_ids: Sequence[int], scopes: ScopeMap, match: PrefixMatch) -> str | None:
+        """Return ``evicted`` or ``purged`` if a match ends because rows of its principal's own are gone, else None."""
+        next_key = self.keys.key(scopes.scope_at(min(match.num_tokens, len(token_ids) - 1)))
+        return self.ghosts.why(match, token_ids, next_key, self._reach(scopes), self.index.root)
+
     def shareable_prefix(self, seq_id: int, scopes: ScopeMap) -> int:
         """Return how many leading positions of an open sequence a reader with ``scopes`` will be able to reuse."""
-        theirs = self.sequences[seq_id].scopes
-        readable = set(scopes.reach)
-        for start, scope in zip(theirs.starts, theirs.scopes, strict=True):
-            if scope not in readable:
-                return start
-        return 2**62
+        return self.sequences[seq_id].scopes.readable_prefix(scopes)
 
     def block_table(self, seq_id: int) -> list[int]:
         """Return a sequence's block ids in order of position.
@@ -161,8 +163,7 @@ class KVCacheManager:
 
     def reserve(self, seq_id: int, num_tokens: int) -> bool:
         """Extend a block table until it can hold ``num_tokens`` tokens. All or nothing; evicts idle blocks."""
-        blocks = self.sequences[seq_id]
-        tenant = blocks.scopes.tenant
+        blocks, tenant = self.sequences[seq_id], self.sequences[seq_id].scopes.tenant
         needed = self.blocks_for(num_tokens) - len(blocks.block_table)
         if needed <= 0:
             return True
@@ -188,8 +189,7 @@ class KVCacheManager:
             num_computed: Positions whose rows are written.
             tail: Also index the last, not yet full block (at the end of a prompt and of a reply).
         """
-        blocks = self.sequences[seq_id]
-        size = self.block_size
+        blocks, size = self.sequences[seq_id], self.block_size
         while not blocks.sealed and (len(blocks.nodes) + 1) * size <= num_computed:
             start = len(blocks.nodes) * size
             self._commit_block(blocks, tuple(token_ids[start : start + size]))
@@ -246,14 +246,14 @@ class KVCacheManager:
         Returns:
             Blocks and tokens destroyed.
         """
-        doomed = [node for node in self.index if node.scope and node.scope.is_within(tenant, user, session)]
-        doomed_set = set(doomed)
-        for pin in [pin for pin, nodes in self.pins.items() if not doomed_set.isdisjoint(nodes)]:
+        doomed = {node: node.scope for node in self.index if node.scope and node.scope.is_within(tenant, user, session)}
+        for pin in [pin for pin, nodes in self.pins.items() if not doomed.keys().isdisjoint(nodes)]:
             self.unpin(pin)
         self.keys.bump(tenant, user, session)
         # Descendants are never wider than their parents, so whole subtrees are doomed: deepest first.
         for node in sorted(doomed, key=lambda node: -node.depth):
             self._destroy(node)
+        self.ghosts.purged(map(self.keys.key, set(doomed.values())))
         return len(doomed), sum(len(node.tokens) for node in doomed)
 
     def demote(self, scope: Scope) -> int:
@@ -312,7 +312,7 @@ class KVCacheManager:
             self.index.extend(tail, tokens)
             node = tail
         else:
-            node = self.index.insert(scope, self.keys.key(scope), parent, tokens, block_id)
+            node = self._insert(scope, parent, tokens, block_id)
         blocks.nodes.append(node)
 
     def _commit_tail(self, blocks: SequenceBlocks, tokens: tuple[int, ...]) -> None:
@@ -327,8 +327,7 @@ class KVCacheManager:
             return
         wide_enough = [key for key, level in blocks.reach.items() if level <= scope.level]
         if self.index.longest_overlap(wide_enough, parent, tokens)[1] < len(tokens):
-            key = self.keys.key(scope)
-            blocks.tail = self.index.insert(scope, key, parent, tokens, blocks.block_table[place])
+            blocks.tail = self._insert(scope, parent, tokens, blocks.block_table[place])
 
     def _publish_wider_parts(self, blocks: SequenceBlocks, parent: Node, tokens: tuple[int, ...]) -> Scope:
         """Where the scope narrows inside a block, copy the rows before it to a partial block of the wider scope.
@@ -351,9 +350,14 @@ class KVCacheManager:
             if block_id is None:
                 break
             self._ops.append(CopyRows(blocks.block_table[len(blocks.nodes)], block_id, rows))
-            self.index.insert(scope, self.keys.key(scope), parent, tokens[:rows], block_id)
+            self._insert(scope, parent, tokens[:rows], block_id)
             self._drop(block_id)
         return blocks.scopes.scope_at(end - 1)
+
+    def _insert(self, scope: Scope, parent: Node, tokens: tuple[int, ...], block_id: int) -> Node:
+        key = self.keys.key(scope)
+        self.ghosts.stored(key)
+        return self.index.insert(scope, key, parent, tokens, block_id)
 
     def _allocate(self, tenant: str | None) -> int | None:
         ceiling = self._ceiling(tenant) if tenant is not None else None
@@ -362,18 +366,14 @@ class KVCacheManager:
             while self.pool.owned_blocks.get(tenant, 0) >= ceiling and self._evict(tenant):
                 pass
         if not self.pool.num_free:
-            self._evict(self._most_over_share())
+            self._evict(self.idle.most_over_share(self.pool.owned_blocks, self._weight))
         return self.pool.allocate(tenant)
-
-    def _most_over_share(self) -> str | None:
-        """Return the tenant with idle blocks that holds most of the pool for its weight; public text goes last."""
-        tenants = [tenant for tenant in self.idle.tenants() if tenant is not None]
-        return max(tenants, key=lambda t: self.pool.owned_blocks[t] / self._weight(t), default=None)
 
     def _evict(self, tenant: str | None) -> bool:
         node = self.idle.victim(tenant)
         if node is None:
             return False
+        self.ghosts.evicted(node)
         self._destroy(node)
         self.num_evicted += 1
         return True

@@ -72,6 +72,13 @@ class ScopeMap:
         """Return the scope of one token."""
         return self.scopes[bisect_right(self.starts, position) - 1]
 
+    def readable_prefix(self, reader: ScopeMap) -> int:
+        """Return how many leading positions ``reader`` may read; all of them is a number beyond any length."""
+        for start, scope in zip(self.starts, self.scopes, strict=True):
+            if scope not in reader.reach:
+                return start
+        return 2**62
+
     def changes_within(self, start: int, end: int) -> list[int]:
         """Return the positions strictly inside (start, end) where a narrower scope begins."""
         return [position for position in self.starts if start < position < end]

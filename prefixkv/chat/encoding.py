@@ -26,6 +26,8 @@ _RUN_LENGTH = 2000
 # What is tried behind a place to see whether the tokens before it depend on it, and how many of them are looked at.
 _FOLLOWERS = (*map(chr, range(32, 127)), *"\n\t\r\u00a0éß中あ한א\u0627नд🧿\u0301\u200d")
 _WINDOW_TOKENS = 16
+_SPLIT_WINDOW = 1024
+"""Characters in which a control token is looked for first: there is one in nearly every turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,22 @@ class Encoder:
             shared = shared[: _common(shared, other)]
         ends = _ends(out["offset_mapping"][0])
         return start + (ends[len(shared) - 1] if shared and ends else 0)
+
+    def splits_at(self, text: str, position: int) -> bool:
+        """Return whether a control token that no normaliser touches starts at a place: tokenizers split there."""
+        match = self._control_re.match(text, position)
+        return match is not None and not self._controls[match[0]][1]
+
+    def last_split(self, text: str, limit: int) -> int:
+        """Return where the last such control token that ends by ``limit`` starts, or 0."""
+        size = _SPLIT_WINDOW
+        while True:
+            start = max(0, limit - size)
+            found = self._control_re.finditer(text, start, limit)
+            places = [match.start() for match in found if not self._controls[match[0]][1]]
+            if places or not start:
+                return places[-1] if places else 0
+            size *= 8
 
     def _shared_tokens(self, text: str, token_ids: list[int], position: int, is_marked: bool) -> int:
         if position >= len(text):

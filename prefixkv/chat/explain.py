@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from prefixkv.chat.causes import find_cause
 from prefixkv.chat.segment import Prompt, SegmentKind
 
-__all__ = ["CacheReport", "MissReason", "SegmentReport", "build_report"]
-
-_CODES = {
-    SegmentKind.SLOT: "slot_changed",
-    SegmentKind.TOOLS: "tools_changed",
-    SegmentKind.PREAMBLE: "system_changed",
-    SegmentKind.SYSTEM: "system_changed",
-    SegmentKind.FEW_SHOT: "system_changed",
-    SegmentKind.TEXT: "text_changed",
-}
-_HINTS = {
-    "first_seen": "nothing from here on is known in this scope; the next request that begins alike will hit",
-    "slot_changed": "the slot's value changed and stands before text that did not; move it as far back as it can go",
-    "tools_changed": "the tools differ from the last request's; keep their order, names and descriptions the same",
-    "system_changed": "the system text differs from here on; keep it the same, and declare what must change as a slot",
-    "history_edited": "an earlier turn differs from what was sent before; send earlier turns back unchanged",
-    "text_changed": "the text differs from here on; put what changes at the end",
-}
+__all__ = ["CacheReport", "Losses", "MissReason", "SegmentReport", "build_report"]
 
 _MOST_CLOSING_TOKENS = 8
 
@@ -56,12 +41,15 @@ class MissReason:
     """Where and why reuse ended before the current turn. Frozen.
 
     Attributes:
-        code: ``first_seen``, ``slot_changed``, ``tools_changed``, ``system_changed``, ``history_edited``,
-            ``text_changed``.
+        code: ``first_seen``; ``slot_changed``, ``volatile_text`` (undeclared text that changes), ``tools_changed``,
+            ``tools_reordered``, ``system_changed``, ``template_date``, ``history_edited``, ``reasoning_stripped``,
+            ``retokenised``, ``text_changed``; ``evicted``, ``purged``, ``not_stored``; ``scope`` (of request scope).
         segment: Index of the segment where it ended.
         token: First token that was not cached.
         tokens_lost: Tokens from there to the current turn, all of which had to be computed.
         hint: What to do. Quotes no content.
+        kind: What ``volatile_text`` looks like: ``clock``, ``date``, ``uuid``, ``counter``, ``nonce``, ``name``,
+            ``text``. None for other codes.
     """
 
     code: str
@@ -69,6 +57,7 @@ class MissReason:
     token: int
     tokens_lost: int
     hint: str
+    kind: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +102,13 @@ class CacheReport:
         return "\n".join(lines)
 
 
-def build_report(prompt: Prompt, cached_tokens: int, diverged: bool) -> CacheReport:
+Losses = Callable[[str, int], int]
+"""Takes the kind of volatile text and the tokens it cost this request; returns what it has cost so far, these too."""
+
+
+def build_report(
+    prompt: Prompt, cached_tokens: int, diverged: bool, gone: str | None = None, losses: Losses | None = None
+) -> CacheReport:
     """Return the report of a prompt; changes nothing.
 
     Args:
@@ -121,6 +116,8 @@ def build_report(prompt: Prompt, cached_tokens: int, diverged: bool) -> CacheRep
         cached_tokens: How many of its first tokens were cached.
         diverged: Whether what the principal can reach in the cache goes on differently there. It must not depend on
             anything the principal cannot reach.
+        gone: ``evicted`` or ``purged`` if it ended because rows of the principal's own are gone.
+        losses: Counts what volatile text costs.
     """
     total = len(prompt.token_ids)
     parts = tuple(
@@ -135,10 +132,14 @@ def build_report(prompt: Prompt, cached_tokens: int, diverged: bool) -> CacheRep
         )
         for part in prompt.segments
     )
-    return CacheReport(parts, total, cached_tokens, _miss(prompt, cached_tokens, diverged), prompt.warnings)
+    miss = _miss(prompt, cached_tokens, diverged, gone)
+    if miss is not None and miss.kind is not None and losses is not None:
+        so_far = losses(miss.kind, miss.tokens_lost)
+        miss = replace(miss, hint=f"{miss.hint} ({so_far} tokens lost to it so far)")
+    return CacheReport(parts, total, cached_tokens, miss, prompt.warnings)
 
 
-def _miss(prompt: Prompt, cached_tokens: int, diverged: bool) -> MissReason | None:
+def _miss(prompt: Prompt, cached_tokens: int, diverged: bool, gone: str | None) -> MissReason | None:
     turn = _current_turn(prompt)
     if cached_tokens >= turn:
         return None
@@ -148,13 +149,15 @@ def _miss(prompt: Prompt, cached_tokens: int, diverged: bool) -> MissReason | No
     if is_reply and not diverged and turn - cached_tokens <= _MOST_CLOSING_TOKENS:
         # The last token of a reply and the marks that close it are computed first when they come back as history.
         return None
-    code = _CODES.get(part.kind, "history_edited") if diverged else "first_seen"
-    return MissReason(code, index, cached_tokens, turn - cached_tokens, _HINTS[code])
+    cause = find_cause(prompt, part, cached_tokens, diverged, gone)
+    return MissReason(cause.code, index, cached_tokens, turn - cached_tokens, cause.hint, cause.kind)
 
 
 def _current_turn(prompt: Prompt) -> int:
     """Return where the current turn starts: the last user message, or the generation prompt, or the last token."""
     last_token = len(prompt.token_ids) - 1
+    if prompt.turn_start is not None:
+        return min(prompt.turn_start, last_token)
     parts = prompt.segments
     users = [i for i, part in enumerate(parts) if part.kind is SegmentKind.USER]
     if users:

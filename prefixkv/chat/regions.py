@@ -14,27 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from prefixkv.chat.labels import Label, Layout, last_user
 from prefixkv.chat.rendering import Anchors, ChatInput, Rendered, common_prefix, common_suffix
 from prefixkv.chat.segment import SegmentKind
 
-__all__ = ["Label", "Layout", "last_user", "lay_out_by_prefixes", "lay_out_with_anchors", "message_label"]
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What a stretch of the prompt is.
-
-    Attributes:
-        kind: Kind of the segment.
-        role: Role of the message, or None.
-        message: Index of the message, or None.
-        name: Name of the slot, or None.
-    """
-
-    kind: SegmentKind
-    role: str | None = None
-    message: int | None = None
-    name: str | None = None
+__all__ = ["Tails", "lay_out_by_prefixes", "lay_out_with_anchors"]
 
 
 _STUB_TOOLS = [
@@ -48,45 +32,22 @@ _TOOLS = Label(SegmentKind.TOOLS)
 _GENERATION = Label(SegmentKind.GENERATION_PROMPT)
 
 
-@dataclass(slots=True)
-class Layout:
-    """Labelled stretches of a prompt.
-
-    Attributes:
-        starts: (first character, label), in order, from character 0; each goes up to the next.
-        narrowed: (character, label): from there on nothing is shared wider than the label's kind or slot.
-        warnings: What could not be found out.
-    """
-
-    starts: list[tuple[int, Label]]
-    narrowed: list[tuple[int, Label]]
-    warnings: list[str]
+Tails = dict[tuple[object, ...], tuple[int, bool]]
+"""Text of the template's own behind a content, and what else decides it, to where the message ends in it and whether a
+generation prompt follows."""
 
 
-def last_user(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the index of the last user message, or None."""
-    return next((i for i in range(len(messages) - 1, -1, -1) if messages[i]["role"] == "user"), None)
-
-
-def message_label(messages: Sequence[Mapping[str, Any]], i: int) -> Label:
-    """Return the label of message ``i``.
-
-    A system or developer message is ``system`` only in first place; the last user message is ``user``, also where tool
-    calls, results or an opened reply follow it; every other turn is ``history``.
-    """
-    role = messages[i]["role"]
-    if i == 0 and role in ("system", "developer"):
-        return Label(SegmentKind.SYSTEM, role, i)
-    return Label(SegmentKind.USER if i == last_user(messages) else SegmentKind.HISTORY, role, i)
-
-
-def lay_out_with_anchors(chat: ChatInput, anchors: Anchors, text: str) -> Layout | None:
+def lay_out_with_anchors(
+    chat: ChatInput, labels: Sequence[Label], anchors: Anchors, text: str, tails: Tails | None = None
+) -> Layout | None:
     """Return the layout of ``text``, the render of ``chat``; None if anchors change what the template renders.
 
     Args:
         chat: The chat, with anchors in its messages.
+        labels: Of the messages.
         anchors: The anchors.
         text: What the chat renders to without anchors.
+        tails: What is known of the template already; more is added.
     """
     marked = chat.try_render()
     full = None if marked is None else anchors.locate(marked)
@@ -95,7 +56,7 @@ def lay_out_with_anchors(chat: ChatInput, anchors: Anchors, text: str) -> Layout
     spans = _spans(full, len(chat.messages))
     if not spans:
         return None
-    return _Anchored(chat, anchors, full, spans).lay_out()
+    return _Anchored(chat, labels, anchors, full, spans, {} if tails is None else tails).lay_out()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -121,15 +82,24 @@ def _spans(rendered: Rendered, messages: int) -> list[_Span]:
 class _Anchored:
     """One layout in the making: walks the gaps between contents."""
 
-    def __init__(self, chat: ChatInput, anchors: Anchors, full: Rendered, spans: list[_Span]) -> None:
-        self._chat, self._anchors, self._full, self._spans = chat, anchors, full, spans
+    def __init__(
+        self,
+        chat: ChatInput,
+        labels: Sequence[Label],
+        anchors: Anchors,
+        full: Rendered,
+        spans: list[_Span],
+        tails: Tails,
+    ) -> None:
+        self._chat, self._labels, self._anchors, self._full, self._spans = chat, labels, anchors, full, spans
         self._text = full.text
-        self._labels = [message_label(chat.messages, i) for i in range(len(chat.messages))]
         self._starts: list[tuple[int, Label]] = []
         self._narrowed: list[tuple[int, Label]] = []
         self._warnings: list[str] = []
         self._prefixes: dict[int, Rendered | None] = {}
-        self._tails: dict[tuple[str, str, str], int] = {}
+        self._tails = tails
+        # The same text of the template behind the same roles ends where it ended before.
+        self._setting = (bool(chat.tools), repr(sorted(chat.template_kwargs.items())))
         self._tools = self._find_tools()
 
     def lay_out(self) -> Layout:
@@ -207,6 +177,15 @@ class _Anchored:
     def _tail(self, span: _Span) -> None:
         """Label what stands behind the last content: the end of its message, messages without text, the header."""
         i, last, end = span.message, len(self._chat.messages) - 1, len(self._text)
+        is_plain = (
+            i == last and span.is_whole and _is_plain(self._chat.messages[i]) and self._chat.add_generation_prompt
+        )
+        key = (self._text[span.end :], self._labels[i].role, "end", *self._setting)
+        if is_plain and key in self._tails:
+            shared, is_complete = self._tails[key]
+            if is_complete:
+                self._add(span.end + shared, _GENERATION)
+            return
         cut = self._cut(span, end, i, False)
         alone = self._prefix(last)
         if i < last:
@@ -215,6 +194,8 @@ class _Anchored:
             is_complete = alone is not None and cut == min(end, common_prefix(self._text, alone.text))
         else:
             is_complete = span.is_whole and alone is not None and 2 * i + 1 in alone.at
+        if is_plain:
+            self._tails[key] = cut - span.end, is_complete
         if self._chat.add_generation_prompt and is_complete:
             self._add(cut, _GENERATION)
 
@@ -239,14 +220,14 @@ class _Anchored:
         if not span.is_whole:
             return start
         gap = self._text[start:end]
-        key = (gap, self._labels[i].role or "", self._labels[following].role or "")
-        if is_pure and key in self._tails:  # the same template text between the same roles: no need to render again
-            return start + self._tails[key]
+        key = (gap, self._labels[i].role, self._labels[following].role, *self._setting)
+        if is_pure and key in self._tails:  # no need to render again
+            return start + self._tails[key][0]
         alone = self._prefix(i)
         place = None if alone is None else alone.at.get(2 * i + 1)
         shared = 0 if alone is None or place is None else common_prefix(gap, alone.text[place:])
         if is_pure:
-            self._tails[key] = shared
+            self._tails[key] = shared, False
         return start + shared
 
     def _prefix(self, i: int) -> Rendered | None:
@@ -322,16 +303,18 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
     return set(message) <= {"role", "content"}
 
 
-def lay_out_by_prefixes(chat: ChatInput, slots: Sequence[tuple[int, str]], text: str) -> Layout:
+def lay_out_by_prefixes(
+    chat: ChatInput, labels: Sequence[Label], slots: Sequence[tuple[int, str]], text: str
+) -> Layout:
     """Return a coarser layout of ``text``, the render of ``chat``, without anchors.
 
     Args:
         chat: The chat.
+        labels: Of the messages.
         slots: (message, name) of every slot; from its message on nothing is shared wider than the slot.
         text: What the chat renders to.
     """
     messages = chat.messages
-    labels = [message_label(messages, i) for i in range(len(messages))]
     last, user = len(messages) - 1, last_user(messages)
     wanted = sorted({i for i in (0, (user or 0) - 1, user, last) if i is not None and i >= 0})
     layout = Layout([(0, labels[wanted[0]])], [], [])

@@ -28,6 +28,8 @@ class ChatInput:
         template_kwargs: More template variables.
         add_generation_prompt: Whether the assistant's header ends the prompt.
         continue_final_message: Whether the last message is left open.
+        template: A template in place of the tokenizer's own, or None.
+        in_parts: Whether content is given as a list of parts, for templates that read nothing else.
     """
 
     tokenizer: Any
@@ -36,6 +38,8 @@ class ChatInput:
     template_kwargs: Mapping[str, Any]
     add_generation_prompt: bool
     continue_final_message: bool
+    template: str | None = None
+    in_parts: bool = False
 
     def render(self) -> str:
         """Return the prompt as text.
@@ -68,11 +72,12 @@ class ChatInput:
 
     def _apply(self, **options: Any) -> Any:
         return self.tokenizer.apply_chat_template(
-            [dict(message) for message in self.messages],
+            [_as_parts(message) if self.in_parts else dict(message) for message in self.messages],
             tools=None if self.tools is None else [dict(tool) for tool in self.tools],
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             **options,
+            chat_template=self.template,
             **self.template_kwargs,
         )
 
@@ -96,6 +101,11 @@ class ChatInput:
         if "system" in refused:
             return "the chat template refuses these messages; it may not know the system role, or needs a user turn"
         return "the chat template refuses these messages; check roles, their order, tool_calls and tool_call_id"
+
+
+def _as_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return {**message, "content": [] if content is None else [{"type": "text", "text": content}]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +182,8 @@ class Anchors:
         return {**message, "content": "".join(pieces) + content[position:]}
 
 
-def common_prefix(first: str, second: str) -> int:
-    """Return how many characters two texts share from the start; changes nothing."""
+def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many characters two texts, or ids two arrays, share from the start; changes nothing."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

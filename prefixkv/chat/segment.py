@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from prefixkv.scope import ScopeLevel
+
+if TYPE_CHECKING:
+    from prefixkv.chat.recall import Origin
 
 __all__ = ["Prompt", "Segment", "SegmentKind"]
 
@@ -54,8 +58,12 @@ class Prompt:
         token_ids: What the model reads.
         segments: Their parts, in order.
         warnings: What the caller should know about how the prompt was made; never quotes content.
+        turn_start: First token of the current turn: the last user message, or the note with late values before it.
+        origin: How it came about; None for raw text.
     """
 
     token_ids: Sequence[int]
     segments: tuple[Segment, ...]
     warnings: tuple[str, ...] = ()
+    turn_start: int | None = None
+    origin: Origin | None = field(default=None, repr=False, compare=False)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from prefixkv.chat.encoding import Encoded, Encoder
-from prefixkv.chat.messages import check_messages, check_template_kwargs, check_text, check_tools, total_characters
+from prefixkv.chat.intake import Intake, take_in
+from prefixkv.chat.labels import Label, Layout
+from prefixkv.chat.messages import check_template_kwargs, check_text, total_characters
+from prefixkv.chat.probing import with_clock
 from prefixkv.chat.profile import TemplateProfile, recognise
-from prefixkv.chat.regions import Label, Layout, lay_out_by_prefixes, lay_out_with_anchors
+from prefixkv.chat.recall import Origin, Past, Sent
+from prefixkv.chat.regions import Tails, lay_out_by_prefixes, lay_out_with_anchors
 from prefixkv.chat.rendering import Anchors, ChatInput
+from prefixkv.chat.seen import encode_seen
 from prefixkv.chat.segment import Prompt, Segment, SegmentKind
-from prefixkv.chat.slots import FilledMessages, fill_slots
+from prefixkv.chat.times import template_clock
 from prefixkv.errors import ContextOverflow, InvalidRequest
 from prefixkv.policy import TenantPolicy
 from prefixkv.scope import ScopeLevel
 
 __all__ = ["Segmenter"]
+
+_MOST_TAILS = 1024
 
 
 class Segmenter:
@@ -43,6 +51,7 @@ class Segmenter:
         self._tokenizer = self._encoder.tokenizer
         self._vocab_tokens = self._encoder.vocab_tokens if vocab_tokens is None else vocab_tokens
         has_template = bool(getattr(self._tokenizer, "chat_template", None))
+        self._tails: Tails = {}
         self.profile = (template or recognise(self._tokenizer)) if has_template else None
 
     def segment(
@@ -55,12 +64,16 @@ class Segmenter:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        few_shot: int | None = None,
+        past: Past | None = None,
         limit: int | None = None,
     ) -> Prompt:
         """Return the prompt of a chat; changes nothing.
 
         The ids are those of ``tokenizer.apply_chat_template(messages, tools=..., ...)``, with its
         ``sanitize_control_tokens`` where anything the caller sent spells a control token: content cannot forge one.
+        Where the policy moves slots, orders tools, pins the date or splices replies, that is done to the arguments
+        or the ids first.
 
         Args:
             messages: The conversation; see :func:`~prefixkv.chat.messages.check_messages`.
@@ -72,6 +85,9 @@ class Segmenter:
                 generation prompt, whatever ``add_generation_prompt`` says.
             template_kwargs: More template variables, such as ``enable_thinking``. They are the operator's and are
                 shared like system text; only with ``documents`` is everything as narrow as history.
+            few_shot: How many messages behind the system text are examples; None asks the policy.
+            past: What the principal may know of what was sent before; ids do not depend on it but for spliced replies
+                and for notes.
             limit: Most tokens the prompt may have.
 
         Raises:
@@ -83,28 +99,46 @@ class Segmenter:
         if self.profile is None:
             hint = "the tokenizer has no chat template; use engine.complete or set tokenizer.chat_template"
             raise InvalidRequest("no_chat_template", "messages", hint)
-        filled = fill_slots(check_messages(messages), slots)
+        past = Past() if past is None else past
+        intake = take_in(messages, tools, slots, policy=policy, profile=self.profile, past=past, few_shot=few_shot)
+        injects_date = self.profile.injects_date and policy.template_clock is None
         chat = ChatInput(
             self._tokenizer,
-            filled.messages,
-            check_tools(tools),
+            intake.filled.messages,
+            intake.tools,
             check_template_kwargs(template_kwargs),
             bool(add_generation_prompt) and not continue_final_message,
             bool(continue_final_message),
+            self._clocked_template(policy, intake) if self.profile.injects_date else None,
+            not self.profile.takes_text and any(_is_in_parts(message) for message in messages),
         )
-        self._refuse_early(total_characters(filled.messages), policy, limit)
+        self._refuse_early(total_characters(intake.filled.messages), policy, limit)
         inputs = {"messages": list(chat.messages), "tools": chat.tools, "template_kwargs": chat.template_kwargs}
         is_marked = any([self._encoder.spells_control(value, path) for path, value in inputs.items()])
         shown = self._marked(chat) if is_marked else chat
         text = shown.render()
         self._refuse_early(len(text), policy, limit)  # tools and other fields count only now
-        encoded = self._encode_marked(chat, text) if is_marked else self._encoder.encode(text)
+        if is_marked:
+            encoded, is_spliced = self._encode_marked(chat, text), False
+        else:
+            encoded, is_spliced = encode_seen(text, past.prompts, self._encoder, splices=policy.splice_generated)
         if not encoded.token_ids:
             raise InvalidRequest("empty_prompt", "messages", "the chat template renders nothing for these messages")
         _refuse(len(encoded.token_ids), policy, limit)
-        layout = self._lay_out(shown, filled, text, is_marked)
-        segments = self._segments(text, encoded, layout, policy, is_marked, "documents" in chat.template_kwargs)
-        return Prompt(tuple(encoded.token_ids), segments, (*filled.warnings, *layout.warnings, *self.profile.warnings))
+        layout = self._lay_out(shown, intake, text, is_marked)
+        has_documents = "documents" in chat.template_kwargs
+        segments, turn = self._segments(text, encoded, layout, policy, is_marked, has_documents, intake.turn)
+        sent = None
+        if encoded.ends is not None and not is_marked:
+            ids, ends = array("I", encoded.token_ids), array("I", encoded.ends)
+            sent = Sent(text, ids, ends, segments, intake.tool_digests, is_spliced)
+        return Prompt(
+            tuple(encoded.token_ids),
+            segments,
+            (*intake.filled.warnings, *layout.warnings, *(self.profile.warnings if injects_date else ())),
+            turn,
+            Origin(sent, intake.notes, past, injects_date, self.profile.strips_reasoning, policy.splice_generated),
+        )
 
     def segment_text(self, prompt: str | Sequence[int], *, policy: TenantPolicy, limit: int | None = None) -> Prompt:
         """Return the prompt of raw text or token ids: one segment of kind ``text``; changes nothing.
@@ -142,6 +176,10 @@ class Segmenter:
         if self._encoder.longest_token_chars is not None:
             _refuse(characters // self._encoder.longest_token_chars, policy, limit)
 
+    def _clocked_template(self, policy: TenantPolicy, intake: Intake) -> str | None:
+        moment = template_clock(policy.template_clock)
+        return None if moment is None else with_clock(self._tokenizer.get_chat_template(tools=intake.tools), moment)
+
     # -- layout --------------------------------------------------------------------------------------------------
 
     def _marked(self, chat: ChatInput, *words: tuple[str, str]) -> ChatInput:
@@ -160,19 +198,32 @@ class Segmenter:
         self._encoder.check_kept(encoded.token_ids, self._marked(chat, words).render(), words)
         return encoded
 
-    def _lay_out(self, shown: ChatInput, filled: FilledMessages, text: str, is_marked: bool) -> Layout:
+    def _lay_out(self, shown: ChatInput, intake: Intake, text: str, is_marked: bool) -> Layout:
+        filled = intake.filled
         anchors = Anchors(filled.messages, filled.spans)
         placed = self._encoder.mark(anchors.messages) if is_marked else anchors.messages
-        layout = lay_out_with_anchors(replace(shown, messages=placed), anchors, text)
+        if len(self._tails) > _MOST_TAILS:
+            self._tails = {}
+        layout = lay_out_with_anchors(
+            replace(shown, messages=placed), intake.labels, anchors, text, {} if is_marked else self._tails
+        )
         if layout is None:
             slots = [(i, span.name) for i, spans in enumerate(filled.spans) for span in spans]
-            layout = lay_out_by_prefixes(shown, slots, text)
+            slots += [(i, label.name) for i, label in enumerate(intake.labels) if label.name is not None]
+            layout = lay_out_by_prefixes(shown, intake.labels, slots, text)
         return layout
 
     def _segments(
-        self, text: str, encoded: Encoded, layout: Layout, policy: TenantPolicy, is_marked: bool, has_documents: bool
-    ) -> tuple[Segment, ...]:
-        """Return segments that tile the tokens, each with the narrowest scope up to its end."""
+        self,
+        text: str,
+        encoded: Encoded,
+        layout: Layout,
+        policy: TenantPolicy,
+        is_marked: bool,
+        has_documents: bool,
+        turn: int | None,
+    ) -> tuple[tuple[Segment, ...], int | None]:
+        """Return segments that tile the tokens, each with the narrowest scope so far, and where the turn starts."""
         widest = policy.scope_level("history") if has_documents else ScopeLevel.PUBLIC
         pieces = _scoped(layout, len(text), policy, widest, is_coarse=encoded.ends is None)
         places = [
@@ -184,13 +235,16 @@ class Segmenter:
             cuts[i] = min(cuts[i], cuts[i + 1])
         segments: list[Segment] = []
         owner: tuple[Label, ScopeLevel] | None = None
+        turn_start: int | None = None
         for (_, label, scope), start, end in zip(pieces, cuts, cuts[1:], strict=False):
+            if turn is not None and label.message is not None and label.message >= turn and turn_start is None:
+                turn_start = start
             if start == end:
                 continue
             first = segments.pop().start if owner == (label, scope) else start
             segments.append(Segment(label.kind, first, end, scope, label.role, label.name))
             owner = (label, scope)
-        return tuple(segments)
+        return tuple(segments), turn_start
 
 
 def _scoped(
@@ -229,6 +283,11 @@ def _merged(starts: Sequence[tuple[int, Label]], length: int, *, is_coarse: bool
             continue
         kept.append((start, label))
     return kept
+
+
+def _is_in_parts(message: object) -> bool:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return isinstance(content, Sequence) and not isinstance(content, str)
 
 
 def _level(label: Label, policy: TenantPolicy) -> ScopeLevel:

@@ -135,9 +135,10 @@ class AsyncEngine:
         sampling: SamplingParams | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
+        few_shot: int | None = None,
     ) -> ChatResult:
         """See :meth:`Engine.chat`."""
-        request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s)
+        request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s, few_shot)
         return await self._run(lambda sink: self._engine.builder.chat(request, sink, streams=False), ChatResult)
 
     def stream(
@@ -150,9 +151,10 @@ class AsyncEngine:
         sampling: SamplingParams | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
+        few_shot: int | None = None,
     ) -> AsyncTokenStream:
         """See :meth:`Engine.stream`. The request starts with the first iteration."""
-        request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s)
+        request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s, few_shot)
         return AsyncTokenStream(self._engine, lambda sink: self._engine.builder.chat(request, sink, streams=True))
 
     async def complete(
@@ -202,6 +204,7 @@ class AsyncEngine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         slots: Mapping[str, str] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        few_shot: int | None = None,
     ) -> CacheReport:
         """See :meth:`Engine.explain`."""
         return await asyncio.to_thread(
@@ -211,6 +214,7 @@ class AsyncEngine:
             tools=tools,
             slots=slots,
             template_kwargs=template_kwargs,
+            few_shot=few_shot,
         )
 
     async def publish(

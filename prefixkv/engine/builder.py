@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prefixkv.cache.scopes import ScopeMap
+from prefixkv.chat.recall import Recall
 from prefixkv.chat.segment import Prompt
 from prefixkv.chat.segmenter import Segmenter
 from prefixkv.config import SamplingParams
@@ -39,6 +40,7 @@ class RequestBuilder:
         segmenter: Makes prompts.
         max_context: Most tokens of prompt and reply.
         policies: Returns the policies in force.
+        recall: What was sent before.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class RequestBuilder:
         segmenter: Segmenter,
         max_context: int,
         policies: Callable[[], PolicySet],
+        recall: Recall,
     ) -> None:
+        self._recall = recall
         self._loaded = loaded
         self._segmenter = segmenter
         self._max_context = max_context
@@ -61,8 +65,9 @@ class RequestBuilder:
         tools: Tools | None,
         slots: Mapping[str, str] | None,
         template_kwargs: Mapping[str, Any] | None = None,
+        few_shot: int | None = None,
     ) -> tuple[Prompt, ScopeMap]:
-        """Render and tokenise messages, and say whose each token is."""
+        """Render and tokenise messages, and say whose each token is. Remembers nothing."""
         policy = self._policy(principal)
         prompt = self._segmenter.segment(
             messages,
@@ -70,6 +75,8 @@ class RequestBuilder:
             tools=tools,
             slots=slots,
             template_kwargs=template_kwargs,
+            few_shot=few_shot,
+            past=self._recall.past(principal),
             limit=self._max_context - 1,
         )
         return self._scoped(prompt, principal)
@@ -80,9 +87,15 @@ class RequestBuilder:
             if not isinstance(item, ChatRequest):
                 raise InvalidRequest("bad_request", "", "must be a ChatRequest")
             prompt, scopes = self.chat_prompt(
-                item.messages, item.principal, item.tools, item.slots, item.template_kwargs
+                item.messages, item.principal, item.tools, item.slots, item.template_kwargs, item.few_shot
             )
-            return self._request(prompt, scopes, item.principal, item.sampling, item.timeout_s, sink, streams=streams)
+            request = self._request(
+                prompt, scopes, item.principal, item.sampling, item.timeout_s, sink, streams=streams
+            )
+            if prompt.origin is not None:
+                request.recall = self._recall
+                self._recall.remember(item.principal, prompt.origin.sent, prompt.origin.notes)
+            return request
         except InvalidRequest as error:
             if not path:
                 raise

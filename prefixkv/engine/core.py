@@ -13,6 +13,7 @@ from prefixkv.cache.manager import KVCacheManager
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.cache.table import CopyRows
 from prefixkv.chat.explain import CacheReport, build_report
+from prefixkv.chat.recall import Recall
 from prefixkv.chat.segment import Prompt
 from prefixkv.engine.limits import Limits
 from prefixkv.engine.live import LiveRequest, Reply
@@ -55,6 +56,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.metrics = Metrics()
         self.limits = limits
+        self.recall = Recall()
         self._debug = debug
         self._live: dict[ScheduledSequence, tuple[LiveRequest, Reply]] = {}
         self._publications: dict[str, int] = {}
@@ -225,10 +227,12 @@ class EngineCore:
 
     # -- cache control ---------------------------------------------------------------------------------------------
 
-    def explain(self, prompt: Prompt, scopes: ScopeMap) -> CacheReport:
+    def explain(self, prompt: Prompt, scopes: ScopeMap, principal: Principal) -> CacheReport:
         """Report what of a prompt would hit now. Does not mutate."""
         match = self.manager.match(prompt.token_ids, scopes)
-        return build_report(prompt, match.num_tokens, match.diverged)
+        gone = self.manager.why_missing(prompt.token_ids, scopes, match)
+        losses = self.recall.losses(principal, counts=False)
+        return build_report(prompt, match.num_tokens, match.diverged, gone, losses)
 
     def _finish_publication(self, request: LiveRequest, reply: Reply) -> None:
         seq = reply.seq
@@ -252,6 +256,7 @@ class EngineCore:
         doomed = {r for r, _ in self._live.values() if _is_of(r, tenant, user, session)}
         for request in doomed:
             self.abort(request)
+        self.recall.forget(tenant, user, session)
         blocks, tokens = self.manager.purge(tenant, user, session)
         self._publications = {k: v for k, v in self._publications.items() if v in self.manager.pins}
         self._run_ops()
@@ -259,7 +264,9 @@ class EngineCore:
 
     def end_session(self, principal: Principal) -> int:
         """Make a session's idle blocks the first to be evicted; return how many there are."""
-        return self.manager.demote(Scope.of(principal, ScopeLevel.SESSION))
+        scope = Scope.of(principal, ScopeLevel.SESSION)
+        self.recall.forget_scope(scope)
+        return self.manager.demote(scope)
 
     # -- looking ---------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,10 @@ class Detokenizer:
             text += rest
         return text
 
+    def spells(self, token_ids: Sequence[int], text: str) -> bool:
+        """Return whether these ids, and no special ones among them, decode to exactly this text."""
+        return bool(token_ids) and self._decode(list(token_ids), all_tokens=True) == text
+
     def _decode(self, token_ids: list[int], *, all_tokens: bool = False) -> str:
         skip = self._skip_special_tokens and not all_tokens
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)

@@ -123,7 +123,7 @@ class Engine:
         scheduler = Scheduler(config.scheduler, manager, tenants.weight)
         self._core = EngineCore(runner, manager, scheduler, Limits(tenants, manager, scheduler), config.debug)
         max_context = min(size for size in (config.max_context, loaded.max_context, 2**31) if size is not None)
-        self.builder = RequestBuilder(loaded, self._segmenter, max_context, policies_in_force.get)
+        self.builder = RequestBuilder(loaded, self._segmenter, max_context, policies_in_force.get, self._core.recall)
         self._thread = EngineThread(self._core)
         # For an engine that is dropped, and at exit: a thread that the interpreter finds inside torch then aborts it.
         weakref.finalize(self, _shut, self._thread, runner)
@@ -140,6 +140,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
+        few_shot: int | None = None,
     ) -> ChatResult:
         """Answer a conversation.
 
@@ -151,6 +152,7 @@ class Engine:
             sampling: How the reply is drawn.
             template_kwargs: More variables for the chat template, such as ``enable_thinking``.
             timeout_s: Seconds after which the reply ends with what there is, ``finish_reason`` ``"abort"``.
+            few_shot: How many messages behind the system text are examples, shared like it; None asks the policy.
 
         Raises:
             InvalidRequest: If the request cannot be served as written; ``code``, ``path`` and ``hint`` say why.
@@ -161,7 +163,7 @@ class Engine:
             EngineClosed: If the engine is closed.
             ExecutionError: If the model failed on it.
         """
-        request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s)
+        request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s, few_shot)
         return self._run(lambda sink: self.builder.chat(request, sink, streams=False), ChatResult)
 
     def stream(
@@ -174,12 +176,13 @@ class Engine:
         sampling: SamplingParams | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
+        few_shot: int | None = None,
     ) -> TokenStream:
         """Answer a conversation piece by piece; arguments and errors as in :meth:`chat`.
 
         The request starts at once. ``close()``, leaving a ``with`` block, or dropping the stream cancels it.
         """
-        item = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s)
+        item = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s, few_shot)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         request = self.builder.chat(item, events.put, streams=True)
         self.submit(request)
@@ -246,10 +249,11 @@ class Engine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         slots: Mapping[str, str] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        few_shot: int | None = None,
     ) -> CacheReport:
         """Report what of a request would hit now, and why the rest would not. Runs and changes nothing."""
-        prompt, scopes = self.builder.chat_prompt(messages, principal, tools, slots, template_kwargs)
-        return self._thread.call(lambda: self._core.explain(prompt, scopes))
+        prompt, scopes = self.builder.chat_prompt(messages, principal, tools, slots, template_kwargs, few_shot)
+        return self._thread.call(lambda: self._core.explain(prompt, scopes, principal))
 
     def publish(
         self,

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from prefixkv.chat.explain import build_report
+from prefixkv.chat.explain import CacheReport, build_report
+from prefixkv.chat.recall import Recall
+from prefixkv.chat.recall import Reply as RememberedReply
 from prefixkv.chat.segment import Prompt
 from prefixkv.config import SamplingParams
 from prefixkv.engine.detokenize import Detokenizer
@@ -46,6 +48,7 @@ class LiveRequest:
         streams: Whether deltas are wanted.
         stop_ids: Ids that end a reply.
         deadline_s: Monotonic time at which it is aborted, or None.
+        recall: Where its replies are remembered; None for raw text.
     """
 
     principal: Principal | None
@@ -58,6 +61,7 @@ class LiveRequest:
     arrival_s: float = field(default_factory=time.monotonic)
     replies: list[Reply] = field(default_factory=list)
     pin: bool = False
+    recall: Recall | None = None
     scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -89,6 +93,8 @@ class LiveRequest:
         elif len(reply.seq.token_ids) >= reply.seq.max_tokens_total:
             self.end(reply, "length", text, (token.token_id,))
         else:
+            if text:
+                reply.text.append(text)
             self._emit(reply, text, (token.token_id,))
 
     def end(self, reply: Reply, reason: FinishReason, text: str = "", token_ids: tuple[int, ...] = ()) -> None:
@@ -97,6 +103,10 @@ class LiveRequest:
         if reason == "length" and reply.detokenizer.stopped is not None:
             reason = "stop"  # a stop string was complete, but a longer one could still have begun before it
         reply.finish_reason = reason
+        if text:
+            reply.text.append(text)
+        if reason != "abort":
+            self._remember(reply)
         self._emit(reply, text, token_ids)
         if self.is_done and not self.streams:
             self.sink(self.result())
@@ -123,12 +133,27 @@ class LiveRequest:
             ),
             usage=usage,
             timings=self._timings(usage),
-            report=build_report(self.prompt, usage.cached_tokens, self.replies[0].seq.diverged),
+            report=self._report(usage.cached_tokens),
         )
 
+    def _report(self, cached_tokens: int) -> CacheReport:
+        seq, losses = self.replies[0].seq, None
+        if self.recall is not None and self.principal is not None:
+            losses = self.recall.losses(self.principal, counts=True)
+        return build_report(self.prompt, cached_tokens, seq.diverged, seq.gone, losses)
+
+    def _remember(self, reply: Reply) -> None:
+        """Keep a reply with its prompt; its ids only where they spell its text."""
+        origin = self.prompt.origin
+        if self.recall is None or self.principal is None or origin is None or origin.sent is None:
+            return
+        text, ids = "".join(reply.text), reply.seq.token_ids[reply.seq.num_prompt_tokens :]
+        if ids and ids[-1] in self.stop_ids:
+            ids = ids[:-1]
+        spelt = reply.detokenizer.spells(ids, text)
+        self.recall.add_reply(self.principal, origin.sent.text, RememberedReply(text, tuple(ids) if spelt else ()))
+
     def _emit(self, reply: Reply, text: str, token_ids: tuple[int, ...]) -> None:
-        if text:
-            reply.text.append(text)
         if not self.streams:
             return
         result = self.result() if self.is_done else None

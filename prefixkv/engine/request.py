@@ -23,3 +23,4 @@ class ChatRequest:
     sampling: SamplingParams | None = None
     template_kwargs: Mapping[str, Any] | None = None
     timeout_s: float | None = None
+    few_shot: int | None = None

@@ -35,6 +35,7 @@ class Sequence:
         leader: The sequence it is held back for because that one computes the same prefix.
         num_waits: How often it was held back so far.
         diverged: Whether, when it was first admitted, a readable block went on differently where its match ended.
+        gone: ``evicted`` or ``purged`` if, at that time, it ended because rows of its principal were destroyed.
     """
 
     seq_id: int
@@ -50,6 +51,7 @@ class Sequence:
     leader: Sequence | None = None
     num_waits: int = 0
     diverged: bool = False
+    gone: str | None = None
 
     @property
     def tenant(self) -> str | None:

@@ -160,20 +160,21 @@ class Scheduler:
             if cached is None:
                 return
             self.waiting.remove(seq)
-            self._start(seq, cached, match.diverged)
+            self._start(seq, cached, match)
             # Where the pool was too small to copy the partial block, more is left to compute than the match promised.
             num_tokens = min(match.num_tokens + num_tokens - cached, budget)
             step.append(ScheduledChunk(seq, num_tokens))
             budget -= num_tokens
             admitted += 1
 
-    def _start(self, seq: Sequence, num_cached: int, diverged: bool) -> None:
+    def _start(self, seq: Sequence, num_cached: int, match: PrefixMatch) -> None:
         self.running.append(seq)
         seq.status = SequenceStatus.RUNNING
         seq.num_computed_tokens = num_cached
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
-            seq.diverged = diverged
+            seq.diverged = match.diverged
+            seq.gone = self.manager.why_missing(seq.token_ids, seq.scopes, match)
 
     def _find_shortage(self, seq: Sequence, match: PrefixMatch, num_tokens: int) -> _Shortage | None:
         """Say what keeps a waiting sequence from getting its cached prefix and blocks for its first chunk."""

@@ -9,11 +9,12 @@ import pytest
 from prefixkv.chat.messages import check_messages
 from prefixkv.chat.slots import FilledMessages, fill_slots
 from prefixkv.errors import InvalidRequest
+from prefixkv.policy import TenantPolicy
 from tests.chat.chats import system, user
 
 
 def fill(messages: list[dict[str, Any]], slots: Any) -> FilledMessages:
-    return fill_slots(check_messages(messages), slots)
+    return fill_slots(check_messages(messages), slots, TenantPolicy())
 
 
 def test_markers_and_parts_are_filled_and_located() -> None:

@@ -1,0 +1,78 @@
+"""What is gone: enough to tell a principal that rows of its own were evicted or purged, and nothing to anyone else."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from prefixkv.cache.index import Node
+from prefixkv.cache.keys import BlockKey, ScopeKey, block_key
+from prefixkv.cache.table import PrefixMatch
+
+__all__ = ["Ghosts"]
+
+_MOST_SCOPES = 4096
+
+
+class Ghosts:
+    """Keys of blocks that were evicted lately, and of scopes that were purged and have stored nothing since.
+
+    A key is a hash under a scope key: who cannot make the scope key finds nothing here. Of what was purged not even
+    keys are kept, only that something was.
+
+    Args:
+        most_blocks: Evicted blocks that are remembered.
+        block_size: Tokens per block.
+    """
+
+    def __init__(self, most_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._most_blocks = most_blocks
+        self._blocks: OrderedDict[BlockKey, None] = OrderedDict()
+        self._scopes: OrderedDict[ScopeKey, None] = OrderedDict()
+
+    def evicted(self, node: Node) -> None:
+        """Note that a block is about to be destroyed because others needed room."""
+        self._blocks[node.key] = None
+        if len(self._blocks) > self._most_blocks:
+            self._blocks.popitem(last=False)
+
+    def purged(self, scope_keys: Iterable[ScopeKey]) -> None:
+        """Note the new keys of scopes whose blocks were destroyed on demand."""
+        for key in scope_keys:
+            self._scopes[key] = None
+            if len(self._scopes) > _MOST_SCOPES:
+                self._scopes.popitem(last=False)
+
+    def stored(self, scope_key: ScopeKey) -> None:
+        """Note that a scope has blocks again."""
+        self._scopes.pop(scope_key, None)
+
+    def why(
+        self,
+        match: PrefixMatch,
+        token_ids: Sequence[int],
+        scope_key: ScopeKey,
+        reach: Iterable[ScopeKey],
+        root: Node,
+    ) -> str | None:
+        """Return ``evicted`` or ``purged`` if that is why a match ends, else None. Does not mutate.
+
+        Args:
+            match: What matched.
+            token_ids: The whole prompt.
+            scope_key: Of the scope that the first token behind the match belongs to.
+            reach: Keys of all scopes that the principal may read.
+            root: The index's.
+        """
+        if match.diverged or match.num_tokens >= len(token_ids) - 1:
+            return None
+        start = match.num_tokens - match.partial_rows
+        parent = match.nodes[-1] if match.nodes else root
+        if self._blocks:
+            # A block that was not yet full may have held less than a whole one.
+            block = token_ids[start : start + self._block_size]
+            beginnings = [block[:size] for size in range(len(block), 0, -1)]
+            if any(block_key(key, parent.uid, part) in self._blocks for key in reach for part in beginnings):
+                return "evicted"
+        return "purged" if scope_key in self._scopes else None

@@ -1,0 +1,122 @@
+"""Text that nobody declared and that changes from request to request: found by comparing, named by its look.
+
+Only the head of a prompt, what stands before its turns, is compared, and only with heads that the same scope sent.
+What is found is told by its kind, never by its words.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["VolatileSpan", "kind_of", "volatile_spans"]
+
+_MOST_SPANS = 8
+_MOST_SHARE = 0.25
+"""Of a head: where more than this differs, it is another text, not the same one with a clock in it."""
+
+_MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
+_WEEKDAY = r"(?:mon|tue|wed|thu|fri|sat|sun)[a-z]*\.?"
+_KINDS = (
+    ("uuid", re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}", re.IGNORECASE)),
+    ("clock", re.compile(r"\d{1,2}:\d{2}")),
+    ("date", re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}")),
+    ("date", re.compile(rf"(?:\d{{1,2}}(?:st|nd|rd|th)?,? ?{_MONTH}|{_MONTH} ?\d{{1,2}})", re.IGNORECASE)),
+    ("date", re.compile(rf"{_WEEKDAY}|{_MONTH}", re.IGNORECASE)),
+    ("counter", re.compile(r"[#№]?\d{1,9}")),
+    ("clock", re.compile(r"1\d{9}(?:\d{3})?(?:\.\d+)?")),
+    ("nonce", re.compile(r"(?=[^\s]*\d)[A-Za-z0-9+/_=-]{6,}")),
+    ("name", re.compile(r"[A-ZÀ-Þ][\w'\u2019.-]*(?: [A-ZÀ-Þ][\w'\u2019.-]*){0,3}")),
+)
+_WORD = re.compile(r"[\w:+/.@#'\u2019-]")
+_NEAR_CHARACTERS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class VolatileSpan:
+    """A place of a text where requests differ. Frozen.
+
+    Attributes:
+        kind: ``clock``, ``date``, ``uuid``, ``counter``, ``nonce``, ``name`` or ``text``.
+        start: First character.
+        end: One past the last.
+    """
+
+    kind: str
+    start: int
+    end: int
+
+
+def volatile_spans(text: str, other: str) -> tuple[VolatileSpan, ...]:
+    """Return where ``text`` differs from ``other``, if the two are the same text but for a few short places.
+
+    Returns:
+        The places in ``text``, in order; none if the texts are equal, or different texts.
+    """
+    if text == other or not text or not other:
+        return ()
+    pairs = _changed(text, other)
+    if pairs is None or len(pairs) > _MOST_SPANS:
+        return ()
+    differing = sum(max(end - start, other_end - other_start) for start, end, other_start, other_end in pairs)
+    if differing > _MOST_SHARE * len(text):
+        return ()
+    return tuple(
+        VolatileSpan(kind_of(text, start, end, other[other_start:other_end]), start, end)
+        for start, end, other_start, other_end in pairs
+    )
+
+
+def kind_of(text: str, start: int, end: int, other: str) -> str:
+    """Return what a changing place looks like.
+
+    Args:
+        text: All of the text.
+        start: First character of the place.
+        end: One past its last.
+        other: What stood there before.
+    """
+    value = text[start:end]
+    # A clock whose hour stayed the same shows only its minutes as changed: look at what it is a part of.
+    first = start
+    while first > 0 and start - first < _NEAR_CHARACTERS and _WORD.match(text[first - 1]):
+        first -= 1
+    last = end
+    while last < len(text) and last - end < _NEAR_CHARACTERS and _WORD.match(text[last]):
+        last += 1
+    whole = text[first:last].strip(".'\u2019-:/")
+    for kind, pattern in _KINDS:
+        # A date may come with words around it; a counter, a nonce or a name has to be all there is.
+        is_alone = kind in ("counter", "nonce", "name")
+        if any(pattern.fullmatch(part) if is_alone else pattern.search(part) for part in (whole, value.strip())):
+            if kind == "counter" and not re.fullmatch(r"[#№]?\d{1,9}", other.strip() or "0"):
+                continue
+            return kind
+    return "text"
+
+
+def _changed(text: str, other: str) -> list[tuple[int, int, int, int]] | None:
+    """Return (start, end, start, end) of whole words that differ; None if lines do not correspond."""
+    lines, others = text.splitlines(keepends=True), other.splitlines(keepends=True)
+    if len(lines) != len(others):
+        return [_narrowed(text, other, 0, 0)]
+    found = []
+    place = other_place = 0
+    for line, other_line in zip(lines, others, strict=True):
+        if line != other_line:
+            found.append(_narrowed(line, other_line, place, other_place))
+        place += len(line)
+        other_place += len(other_line)
+    return found
+
+
+def _narrowed(line: str, other: str, place: int, other_place: int) -> tuple[int, int, int, int]:
+    """Return the words in which two lines differ, from the first such word to the last."""
+    size = min(len(line), len(other))
+    before = next((i for i in range(size) if line[i] != other[i]), size)
+    behind = next((i for i in range(size - before) if line[-1 - i] != other[-1 - i]), size - before)
+    while before > 0 and _WORD.match(line[before - 1]):
+        before -= 1
+    while behind > 0 and _WORD.match(line[len(line) - behind]):
+        behind -= 1
+    return place + before, place + len(line) - behind, other_place + before, other_place + len(other) - behind
