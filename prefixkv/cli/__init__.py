@@ -19,6 +19,7 @@ _COMMANDS = (
     ("compile", "compiles the kernels for this machine now; an engine would do it in the background"),
     ("calibrate", "measures what each format of the cache costs in quality, on your own prompts"),
     ("templates", "shows what is known of chat templates, and what one of them costs in reuse"),
+    ("analyze", "replays your own requests: how much they repeat, and what loses the rest"),
 )
 _FAILED, _INTERRUPTED, _NO_READER = 2, 130, 141
 

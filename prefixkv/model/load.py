@@ -95,27 +95,25 @@ def load(
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model without its weights, by the names that :func:`load` takes.
+    """Return the tokenizer of a model, its weights left alone; changes nothing.
+
+    Args:
+        name: As for :func:`load`; a folder needs to hold no more than the tokenizer's files.
 
     Raises:
         ConfigError: If it cannot be found or read; the message says what to do.
     """
-    path = demo_file() if name == DEMO else Path(name).expanduser()
-    is_gguf = name == DEMO or name.endswith(".gguf")
-    if not name or (is_gguf and not path.is_file()) or (name[0] in "./~" and not path.exists()):
-        raise ConfigError(f"model={name!r}: there is no such {'file' if is_gguf else 'folder'}")
-    try:
-        with _quiet_transformers():
-            if is_gguf:
-                found = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-            else:
-                found = AutoTokenizer.from_pretrained(str(path) if path.exists() else name)
-    except (OSError, ValueError, KeyError, ImportError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        hint = 'give "demo", a .gguf file, a folder with a tokenizer or a hub id'
-        raise ConfigError(f"model={name!r}: its tokenizer cannot be loaded ({reason}); {hint}") from error
-    tokenizer: PreTrainedTokenizerBase = found
-    return tokenizer
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f'model={name!r}: give "demo", a .gguf file, a folder or a hub id')
+    with _quiet_transformers():
+        if name == DEMO or name.endswith(".gguf"):
+            return _gguf_tokenizer(name)
+        where, hint = _locate(name, "the folder must hold the tokenizer's files")
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(where)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ConfigError(f"model={name!r}: has no tokenizer to load ({_reason(error)}); {hint}") from error
+        return tokenizer
 
 
 def wrap(hf_model: Any, hf_tokenizer: Any) -> LoadedModel:
@@ -200,29 +198,49 @@ def _load_gguf(
     return model, tokenizer
 
 
+def _gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    path = demo_file() if name == DEMO else Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"model={str(path)!r}: there is no such file")
+    # What kind of model the demo's file holds is known, so its configuration need not be read, which takes seconds.
+    reader = PreTrainedTokenizerFast if name == DEMO else AutoTokenizer
+    try:
+        tokenizer: PreTrainedTokenizerBase = reader.from_pretrained(str(path.parent), gguf_file=path.name)
+    except ImportError as error:
+        raise ConfigError(f"model={str(path)!r}: reading GGUF needs: pip install gguf accelerate ({error})") from error
+    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+        raise ConfigError(f"model={str(path)!r}: has no tokenizer that can be read ({error})") from error
+    return tokenizer
+
+
 def _load_pretrained(
     name: str, dtype: str, progress: Callable[[str], None]
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     started = time.monotonic()
-    looks_local = os.path.isdir(name) or name.startswith((".", "/", "~")) or name.count("/") > 1
-    where = str(Path(name).expanduser()) if looks_local else name
-    if looks_local and not os.path.isdir(where):
-        raise ConfigError(f"model={name!r}: there is no such folder")
+    where, hint = _locate(name, "the folder must hold config.json, the weights and the tokenizer")
     wanted = dtype if dtype == "auto" else TORCH_DTYPES[dtype]
     try:
         tokenizer = AutoTokenizer.from_pretrained(where)
         progress(f"tokenizer read ({time.monotonic() - started:.1f} s)")
         model = AutoModelForCausalLM.from_pretrained(where, dtype=wanted)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        hint = (
-            "the folder must hold config.json, the weights and the tokenizer"
-            if looks_local
-            else 'check the hub id and the connection, or give "demo", a .gguf file or a local folder'
-        )
-        raise ConfigError(f"model={name!r}: cannot be loaded ({reason}); {hint}") from error
+        raise ConfigError(f"model={name!r}: cannot be loaded ({_reason(error)}); {hint}") from error
     progress(f"weights read ({time.monotonic() - started:.1f} s)")
     return model, tokenizer
+
+
+def _locate(name: str, folder_hint: str) -> tuple[str, str]:
+    """Return the folder or hub id that a name means, and what to say where nothing can be loaded from there."""
+    looks_local = os.path.isdir(name) or name.startswith((".", "/", "~")) or name.count("/") > 1
+    where = str(Path(name).expanduser()) if looks_local else name
+    if looks_local and not os.path.isdir(where):
+        raise ConfigError(f"model={name!r}: there is no such folder")
+    hub_hint = 'check the hub id and the connection, or give "demo", a .gguf file or a local folder'
+    return where, folder_hint if looks_local else hub_hint
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 @contextmanager
