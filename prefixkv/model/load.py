@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -208,7 +209,7 @@ def _gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = reader.from_pretrained(str(path.parent), gguf_file=path.name)
     except ImportError as error:
         raise ConfigError(f"model={str(path)!r}: reading GGUF needs: pip install gguf accelerate ({error})") from error
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+    except (OSError, ValueError, KeyError, NotImplementedError, struct.error) as error:
         raise ConfigError(f"model={str(path)!r}: has no tokenizer that can be read ({error})") from error
     return tokenizer
 
