@@ -71,8 +71,11 @@ def run(options: argparse.Namespace) -> int:
     from prefixkv.measure.findings import suggest_policy
 
     policy = suggest_policy(findings)
-    print(f"{findings.requests} requests of {len(findings.tenants)} tenants\n")
-    print(f"{format_ways(findings)}\n\n{format_tenants(findings)}\n\n{format_advice(findings)}")
+    left_out = findings.refusals.total()
+    print(
+        f"{findings.requests} requests of {len(findings.tenants)} tenants" + (f", {left_out} left out" * bool(left_out))
+    )
+    print(f"\n{format_ways(findings)}\n\n{format_tenants(findings)}\n\n{format_advice(findings)}")
     print(f"\nsuggested policy file:\n\n{policy}", end="", flush=True)
     if options.json is not None:
         _write("--json", options.json, json.dumps(findings.to_data(), indent=1) + "\n")

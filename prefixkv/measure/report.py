@@ -47,11 +47,11 @@ def render_html(findings: Findings, title: str, policy: str) -> str:
         title: Name of what was analysed, such as the file's.
         policy: The suggested policy file.
     """
-    main = findings.totals[findings.main]
+    main, left_out = findings.totals[findings.main], findings.refusals.total()
     sections = [
         f"<h1>How much of {escape(title)} repeats</h1>",
-        f'<p class="note">{findings.requests} requests of {len(findings.tenants)} tenants, {main.prompt_tokens} prompt '
-        "tokens. Replies are not counted until they come back in a prompt.</p>",
+        f'<p class="note">{findings.requests} requests of {len(findings.tenants)} tenants, {left_out} left out; '
+        f"{main.prompt_tokens} prompt tokens. Replies are not counted until they come back in a prompt.</p>",
         _section("Hit rate by way of caching", _way_bars(findings)),
         _section("Hit rate over the requests", _lines(findings)),
         _section(f"Tokens lost, by reason ({escape(LABELS[findings.main])})", _lost_bars(findings)),

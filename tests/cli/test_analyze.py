@@ -97,7 +97,9 @@ def test_requests_that_cannot_be_served_are_left_out_and_counted(
     with chats.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line("hi", system="{{slot:now}}")) + "\n")
     assert main(["analyze", str(chats), "--model", model]) == 0
-    assert "- 1 requests are left out, missing_slot; the first is chats.jsonl:8: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("10 requests of 4 tenants, 1 left out\n")
+    assert "- 1 requests are left out, missing_slot; the first is chats.jsonl:8: " in out
 
 
 def test_lines_that_look_like_conversations_are_pointed_out(

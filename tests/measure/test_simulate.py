@@ -214,7 +214,7 @@ def service_requests(data_dir: Path, num_tenants: int, num_dialogues: int) -> li
 def test_a_clock_at_the_start_of_a_real_policy_leaves_block_chains_nothing(
     tool_segmenter: Segmenter, data_dir: Path
 ) -> None:
-    requests = airline_requests(data_dir, 12)[:120]
+    requests = airline_requests(data_dir, 10)[:80]
     findings = replayed(tool_segmenter, requests)
     assert 0.003 < findings.totals[BLOCK_CHAIN].hit_rate < 0.007
     main = findings.totals[OURS]
@@ -228,7 +228,7 @@ def test_scoped_keys_hit_nearly_all_that_tenants_of_real_services_repeat(
     tool_segmenter: Segmenter, data_dir: Path
 ) -> None:
     """Each conversation has a session of its own, and eight of them are held at a time."""
-    requests = interleave(service_requests(data_dir, num_tenants=8, num_dialogues=20), 8)
+    requests = interleave(service_requests(data_dir, num_tenants=6, num_dialogues=14), 8)
     assert len(requests) > 500
     findings = replayed(tool_segmenter, requests)
     assert findings.totals[OURS].hit_rate >= 0.89
