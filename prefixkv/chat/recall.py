@@ -102,7 +102,6 @@ class Origin:
         past: What was known when it was made.
         injects_date: The template wrote the true date into it.
         strips_reasoning: The template leaves reasoning out of earlier replies.
-        splices: Replies in it keep the ids that they were generated as.
     """
 
     sent: Sent | None
@@ -110,7 +109,6 @@ class Origin:
     past: Past
     injects_date: bool
     strips_reasoning: bool
-    splices: bool
 
 
 class Recall:

@@ -77,7 +77,7 @@ class ChatInput:
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
             **options,
-            chat_template=self.template,
+            **({} if self.template is None else {"chat_template": self.template}),
             **self.template_kwargs,
         )
 

@@ -101,7 +101,6 @@ class Segmenter:
             raise InvalidRequest("no_chat_template", "messages", hint)
         past = Past() if past is None else past
         intake = take_in(messages, tools, slots, policy=policy, profile=self.profile, past=past, few_shot=few_shot)
-        injects_date = self.profile.injects_date and policy.template_clock is None
         chat = ChatInput(
             self._tokenizer,
             intake.filled.messages,
@@ -112,33 +111,7 @@ class Segmenter:
             self._clocked_template(policy, intake) if self.profile.injects_date else None,
             not self.profile.takes_text and any(_is_in_parts(message) for message in messages),
         )
-        self._refuse_early(total_characters(intake.filled.messages), policy, limit)
-        inputs = {"messages": list(chat.messages), "tools": chat.tools, "template_kwargs": chat.template_kwargs}
-        is_marked = any([self._encoder.spells_control(value, path) for path, value in inputs.items()])
-        shown = self._marked(chat) if is_marked else chat
-        text = shown.render()
-        self._refuse_early(len(text), policy, limit)  # tools and other fields count only now
-        if is_marked:
-            encoded, is_spliced = self._encode_marked(chat, text), False
-        else:
-            encoded, is_spliced = encode_seen(text, past.prompts, self._encoder, splices=policy.splice_generated)
-        if not encoded.token_ids:
-            raise InvalidRequest("empty_prompt", "messages", "the chat template renders nothing for these messages")
-        _refuse(len(encoded.token_ids), policy, limit)
-        layout = self._lay_out(shown, intake, text, is_marked)
-        has_documents = "documents" in chat.template_kwargs
-        segments, turn = self._segments(text, encoded, layout, policy, is_marked, has_documents, intake.turn)
-        sent = None
-        if encoded.ends is not None and not is_marked:
-            ids, ends = array("I", encoded.token_ids), array("I", encoded.ends)
-            sent = Sent(text, ids, ends, segments, intake.tool_digests, is_spliced)
-        return Prompt(
-            tuple(encoded.token_ids),
-            segments,
-            (*intake.filled.warnings, *layout.warnings, *(self.profile.warnings if injects_date else ())),
-            turn,
-            Origin(sent, intake.notes, past, injects_date, self.profile.strips_reasoning, policy.splice_generated),
-        )
+        return self._prompt(chat, intake, policy, past, limit)
 
     def segment_text(self, prompt: str | Sequence[int], *, policy: TenantPolicy, limit: int | None = None) -> Prompt:
         """Return the prompt of raw text or token ids: one segment of kind ``text``; changes nothing.
@@ -159,6 +132,42 @@ class Segmenter:
         _refuse(len(token_ids), policy, limit)
         scope = policy.scope_level("text")
         return Prompt(tuple(token_ids), (Segment(SegmentKind.TEXT, 0, len(token_ids), scope),))
+
+    # -- making ----------------------------------------------------------------------------------------------------
+
+    def _prompt(self, chat: ChatInput, intake: Intake, policy: TenantPolicy, past: Past, limit: int | None) -> Prompt:
+        self._refuse_early(total_characters(intake.filled.messages), policy, limit)
+        inputs = {"messages": list(chat.messages), "tools": chat.tools, "template_kwargs": chat.template_kwargs}
+        is_marked = any([self._encoder.spells_control(value, path) for path, value in inputs.items()])
+        shown = self._marked(chat) if is_marked else chat
+        text = shown.render()
+        self._refuse_early(len(text), policy, limit)  # tools and other fields count only now
+        if is_marked:
+            encoded, is_spliced = self._encode_marked(chat, text), False
+        else:
+            encoded, is_spliced = encode_seen(text, past.prompts, self._encoder, splices=policy.splice_generated)
+        if not encoded.token_ids:
+            raise InvalidRequest("empty_prompt", "messages", "the chat template renders nothing for these messages")
+        _refuse(len(encoded.token_ids), policy, limit)
+        layout = self._lay_out(shown, intake, text, is_marked)
+        prompt = self._cut(text, encoded, layout, policy, is_marked, "documents" in chat.template_kwargs, intake.turn)
+        sent = None
+        if encoded.ends is not None and not is_marked:
+            ids, ends = array("I", encoded.token_ids), array("I", encoded.ends)
+            sent = Sent(text, ids, ends, prompt.segments, intake.tool_digests, is_spliced)
+        return self._with_origin(prompt, sent, intake, layout, policy, past)
+
+    def _with_origin(
+        self, prompt: Prompt, sent: Sent | None, intake: Intake, layout: Layout, policy: TenantPolicy, past: Past
+    ) -> Prompt:
+        injects_date = self.profile is not None and self.profile.injects_date and policy.template_clock is None
+        strips_reasoning = self.profile is not None and self.profile.strips_reasoning
+        warnings = self.profile.warnings if self.profile is not None and injects_date else ()
+        return replace(
+            prompt,
+            warnings=(*intake.filled.warnings, *layout.warnings, *warnings),
+            origin=Origin(sent, intake.notes, past, injects_date, strips_reasoning),
+        )
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -213,7 +222,7 @@ class Segmenter:
             layout = lay_out_by_prefixes(shown, intake.labels, slots, text)
         return layout
 
-    def _segments(
+    def _cut(
         self,
         text: str,
         encoded: Encoded,
@@ -222,8 +231,8 @@ class Segmenter:
         is_marked: bool,
         has_documents: bool,
         turn: int | None,
-    ) -> tuple[tuple[Segment, ...], int | None]:
-        """Return segments that tile the tokens, each with the narrowest scope so far, and where the turn starts."""
+    ) -> Prompt:
+        """Return the prompt: segments that tile the tokens, each with the narrowest scope so far."""
         widest = policy.scope_level("history") if has_documents else ScopeLevel.PUBLIC
         pieces = _scoped(layout, len(text), policy, widest, is_coarse=encoded.ends is None)
         places = [
@@ -244,7 +253,7 @@ class Segmenter:
             first = segments.pop().start if owner == (label, scope) else start
             segments.append(Segment(label.kind, first, end, scope, label.role, label.name))
             owner = (label, scope)
-        return tuple(segments), turn_start
+        return Prompt(tuple(encoded.token_ids), tuple(segments), (), turn_start)
 
 
 def _scoped(
