@@ -50,6 +50,7 @@ class MissReason:
         hint: What to do. Quotes no content.
         kind: What ``volatile_text`` looks like: ``clock``, ``date``, ``uuid``, ``counter``, ``nonce``, ``name``,
             ``text``. None for other codes.
+        lost_so_far_tokens: What such text has cost the tenant in all, for ``volatile_text``; else None.
     """
 
     code: str
@@ -58,6 +59,7 @@ class MissReason:
     tokens_lost: int
     hint: str
     kind: str | None = None
+    lost_so_far_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class CacheReport:
             miss = self.miss
             lines.append(
                 f"miss: {miss.code} at token {miss.token} (segment {miss.segment}), {miss.tokens_lost} tokens lost"
+                + ("" if miss.lost_so_far_tokens is None else f", {miss.lost_so_far_tokens} so far")
             )
             lines.append(f"      {miss.hint}")
         lines += [f"warning: {warning}" for warning in self.warnings]
@@ -134,8 +137,7 @@ def build_report(
     )
     miss = _miss(prompt, cached_tokens, diverged, gone)
     if miss is not None and miss.kind is not None and losses is not None:
-        so_far = losses(miss.kind, miss.tokens_lost)
-        miss = replace(miss, hint=f"{miss.hint} ({so_far} tokens lost to it so far)")
+        miss = replace(miss, lost_so_far_tokens=losses(miss.kind, miss.tokens_lost))
     return CacheReport(parts, total, cached_tokens, miss, prompt.warnings)
 
 

@@ -144,13 +144,11 @@ def _replay(requests: Sequence[TraceRequest], options: argparse.Namespace, polic
     _say(f"loading the tokenizer of {options.model}")
     from prefixkv.chat.segmenter import Segmenter
     from prefixkv.measure.findings import Findings
-    from prefixkv.measure.simulate import Simulator, by_segmenter
+    from prefixkv.measure.simulate import Simulator
     from prefixkv.model.load import load_tokenizer
 
     segmenter = Segmenter(load_tokenizer(options.model))
-    simulator = Simulator(
-        by_segmenter(segmenter), policies, chain_block_size=options.block_size, pool_blocks=options.blocks
-    )
+    simulator = Simulator(segmenter, policies, chain_block_size=options.block_size, pool_blocks=options.blocks)
     findings = Findings(simulator.ways)
     progress = _Progress(sys.stderr, len(requests))
     for request in requests:

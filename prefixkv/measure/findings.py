@@ -31,6 +31,15 @@ LABELS = {
 """Way to what people call it."""
 
 _MAX_WARNINGS = 1000
+_WORTH_A_RULE = 0.01
+"""Share of a tenant's prompt tokens that a reason must have cost for its rule to be suggested."""
+
+_RULES = (
+    ("tools_reordered", "tools_order", "canonical"),
+    ("retokenised", "splice_generated", True),
+    ("template_date", "template_clock", "month"),
+)
+"""Code of a miss, and the field of a policy with the value that would save its tokens."""
 
 
 @dataclass(slots=True)
@@ -60,10 +69,12 @@ class TenantFindings:
     Attributes:
         ways: Way to totals.
         lost_tokens: Code of a miss to the tokens it cost, in the main way.
+        volatile_tokens: Kind of volatile text to the tokens it cost.
     """
 
     ways: dict[str, Tally]
     lost_tokens: Counter[str] = field(default_factory=Counter)
+    volatile_tokens: Counter[str] = field(default_factory=Counter)
 
 
 class Findings:
@@ -125,6 +136,8 @@ class Findings:
             self.misses[miss.code] += 1
             self.lost_tokens[miss.code] += miss.tokens_lost
             tenant.lost_tokens[miss.code] += miss.tokens_lost
+            if miss.kind is not None:
+                tenant.volatile_tokens[miss.kind] += miss.tokens_lost
             self._hints.setdefault(miss.code, Counter())[miss.hint] += miss.tokens_lost
 
     def hint(self, code: str) -> str:
@@ -179,15 +192,14 @@ def suggest_policy(findings: Findings) -> str:
 
 def _suggest_tenant(findings: Findings, tenant: str) -> dict[str, Any]:
     """Return the fields of one tenant's policy that should differ from the default."""
+    found = findings.tenants[tenant]
+    main = found.ways[findings.main]
+    costly = {code for code, tokens in found.lost_tokens.items() if tokens > _WORTH_A_RULE * main.prompt_tokens}
     policy: dict[str, Any] = {}
-    if slots := _suggest_slots(findings, tenant):
-        policy["slots"] = slots
+    if "volatile_text" in costly:
+        policy["slots"] = {kind: {"placement": "tail"} for kind, _ in found.volatile_tokens.most_common()}
+    policy |= {field: value for code, field, value in _RULES if code in costly}
     return policy
-
-
-def _suggest_slots(findings: Findings, tenant: str) -> dict[str, dict[str, str]]:
-    """Return slot name to its policy, such as ``{"now": {"placement": "tail"}}``; what is known of slots goes here."""
-    return {}
 
 
 def _plain(ways: dict[str, Tally]) -> dict[str, dict[str, float]]:

@@ -7,20 +7,20 @@ whole requests by hash, and chains of full blocks by hash.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefixkv.cache.keys import ScopeKeys
 from prefixkv.cache.manager import KVCacheManager
 from prefixkv.cache.scopes import ScopeMap
-from prefixkv.cache.table import PrefixMatch
 from prefixkv.chat.explain import CacheReport, build_report
+from prefixkv.chat.recall import Recall
 from prefixkv.chat.segment import Prompt
 from prefixkv.chat.segmenter import Segmenter
 from prefixkv.errors import ContextOverflow, InvalidRequest, PrefixKVError, QuotaExceeded, UnknownTenant
 from prefixkv.measure.baselines import BlockChain, WholeRequest
 from prefixkv.measure.trace import TraceRequest
-from prefixkv.policy import PolicySet, TenantPolicy
+from prefixkv.policy import PolicySet
 
 __all__ = [
     "BLOCK_CHAIN",
@@ -29,14 +29,11 @@ __all__ = [
     "GIVEN_POLICIES",
     "OURS",
     "WHOLE_REQUEST",
-    "Explainer",
     "Outcome",
-    "PromptMaker",
     "Refusal",
     "ScopedCache",
     "SimulatedRequest",
     "Simulator",
-    "by_segmenter",
 ]
 
 WHOLE_REQUEST = "whole_request"
@@ -47,12 +44,6 @@ GIVEN_POLICIES = "prefixkv_policies"
 
 ENDLESS_BLOCKS = 2**20
 """Blocks of a pool without a stated size: 33 million tokens, more than one reads from a file of requests."""
-
-PromptMaker = Callable[[TraceRequest, TenantPolicy], Prompt]
-"""Makes the prompt of a request under its tenant's policy; raises what :meth:`Segmenter.segment` raises."""
-
-Explainer = Callable[[TraceRequest, Prompt, PrefixMatch], CacheReport]
-"""Says why a prompt matched no further, before anything of it is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +95,11 @@ class Simulator:
     """Replays requests one by one and remembers them, as caches would. Not safe to share between threads.
 
     Args:
-        make_prompt: Makes prompts, such as :func:`by_segmenter`.
+        segmenter: Makes prompts.
         policies: Policies to compare with the default policy, or None for the default alone.
         chain_block_size: Tokens per block of the block chains.
         block_size: Tokens per block of ours.
         pool_blocks: Blocks of ours; the other ways get room for as many tokens. None is enough for everything.
-        explain: Explains misses of ours.
 
     Attributes:
         ways: Names of the ways, those of others first.
@@ -118,13 +108,12 @@ class Simulator:
 
     def __init__(
         self,
-        make_prompt: PromptMaker,
+        segmenter: Segmenter,
         policies: PolicySet | None = None,
         *,
         chain_block_size: int = 16,
         block_size: int = 32,
         pool_blocks: int | None = None,
-        explain: Explainer | None = None,
     ) -> None:
         room_tokens = None if pool_blocks is None else pool_blocks * block_size
         self._whole = WholeRequest(room_tokens)
@@ -134,7 +123,7 @@ class Simulator:
         if policies is not None:
             sets[GIVEN_POLICIES] = policies
         self.caches = {
-            way: ScopedCache(make_prompt, chosen, block_size=block_size, pool_blocks=pool_blocks, explain=explain)
+            way: ScopedCache(segmenter, chosen, block_size=block_size, pool_blocks=pool_blocks)
             for way, chosen in sets.items()
         }
         self.ways = (WHOLE_REQUEST, BLOCK_CHAIN, BLOCK_CHAIN_PER_TENANT, *self.caches)
@@ -175,11 +164,10 @@ class ScopedCache:
     A policy's ``max_pool`` counts where it is a share of the pool; bytes mean nothing without a model.
 
     Args:
-        make_prompt: Makes prompts.
+        segmenter: Makes prompts.
         policies: Everybody's policies.
         block_size: Tokens per block.
         pool_blocks: Blocks of the pool; None is enough for everything.
-        explain: Explains misses; None explains by :func:`~prefixkv.chat.explain.build_report`.
 
     Attributes:
         manager: The bookkeeping.
@@ -187,16 +175,15 @@ class ScopedCache:
 
     def __init__(
         self,
-        make_prompt: PromptMaker,
+        segmenter: Segmenter,
         policies: PolicySet,
         *,
         block_size: int = 32,
         pool_blocks: int | None = None,
-        explain: Explainer | None = None,
     ) -> None:
-        self._make_prompt = make_prompt
+        self._segmenter = segmenter
         self._policies = policies
-        self._explain = explain or _explain
+        self._recall = Recall()
         self._pool_blocks = ENDLESS_BLOCKS if pool_blocks is None else pool_blocks
         keys = ScopeKeys(secrets.token_bytes(), b"")
         self.manager = KVCacheManager(
@@ -212,7 +199,13 @@ class ScopedCache:
             InvalidRequest: If no prompt can be made of it.
             ContextOverflow: If the prompt is longer than the policy allows.
         """
-        return self._make_prompt(request, self._policies.get(request.principal.tenant))
+        return self._segmenter.segment(
+            request.messages,
+            policy=self._policies.get(request.principal.tenant),
+            tools=request.tools,
+            slots=request.slots,
+            past=self._recall.past(request.principal),
+        )
 
     def ask(self, request: TraceRequest, prompt: Prompt) -> Outcome:
         """Return how much of a prompt is cached, then store it.
@@ -224,13 +217,17 @@ class ScopedCache:
         spans = ((segment.start, segment.scope) for segment in prompt.segments)
         scopes = ScopeMap.for_principal(request.principal, spans)
         match = manager.match(token_ids, scopes)
-        report = self._explain(request, prompt, match)
+        gone = manager.why_missing(token_ids, scopes, match)
+        losses = self._recall.losses(request.principal, counts=True)
+        report = build_report(prompt, match.num_tokens, match.diverged, gone, losses)
         cached = manager.open(self._next_id, match, scopes, len(token_ids))
         if cached is None:
             raise QuotaExceeded("the prompt does not fit the pool, or its tenant's part of it")
         manager.close(self._next_id, token_ids, len(token_ids))
         manager.take_ops()  # there are no rows to move
         self._next_id += 1
+        if prompt.origin is not None:
+            self._recall.remember(request.principal, prompt.origin.sent, prompt.origin.notes)
         return Outcome(len(token_ids), cached, report)
 
     def _weight(self, tenant: str) -> float:
@@ -239,19 +236,6 @@ class ScopedCache:
     def _ceiling_blocks(self, tenant: str) -> int | None:
         share = self._policies.get(tenant).max_pool
         return max(1, int(share * self._pool_blocks)) if isinstance(share, float) else None
-
-
-def by_segmenter(segmenter: Segmenter) -> PromptMaker:
-    """Return a maker of prompts that asks a segmenter."""
-
-    def make_prompt(request: TraceRequest, policy: TenantPolicy) -> Prompt:
-        return segmenter.segment(request.messages, policy=policy, tools=request.tools, slots=request.slots)
-
-    return make_prompt
-
-
-def _explain(request: TraceRequest, prompt: Prompt, match: PrefixMatch) -> CacheReport:
-    return build_report(prompt, match.num_tokens, match.diverged)
 
 
 def _refusal(request: TraceRequest, error: PrefixKVError) -> Refusal:

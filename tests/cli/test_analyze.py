@@ -54,11 +54,13 @@ def test_it_prints_rates_tenants_advice_and_a_policy_file_that_loads(
     rates = {line[:30].strip(): line.split()[-1] for line in out.splitlines() if line.endswith("%")}
     assert len(rates) == 4
     assert rates["prefixkv, default policy"] != "0.0%"
-    assert next(row for row in out.splitlines() if row.startswith("globex")).split()[1:3] == ["system_changed", "4"]
-    assert "- system_changed: " in out
+    assert next(row for row in out.splitlines() if row.startswith("globex")).split()[1:3] == ["volatile_text", "4"]
+    assert "- volatile_text: " in out
     policy = tmp_path / "p.yaml"
     policy.write_text(out.split("suggested policy file:\n")[1], encoding="utf-8")
-    assert set(PolicySet.load(policy).tenants) == {"acme", "globex", "<script>alert(1)</script>"}
+    suggested = PolicySet.load(policy)
+    assert set(suggested.tenants) == {"acme", "globex", "<script>alert(1)</script>"}
+    assert suggested.get("globex").slot("counter").placement == "tail"
     assert f"loading the tokenizer of {model}" in err
     assert SECRET not in out + err
 

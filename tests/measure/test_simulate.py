@@ -12,7 +12,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from prefixkv import CacheConfig, Engine, EngineConfig, SamplingParams, SchedulerConfig
-from prefixkv.chat.explain import CacheReport, build_report
 from prefixkv.chat.segmenter import Segmenter
 from prefixkv.measure.findings import Findings
 from prefixkv.measure.simulate import (
@@ -22,7 +21,6 @@ from prefixkv.measure.simulate import (
     OURS,
     WHOLE_REQUEST,
     Simulator,
-    by_segmenter,
 )
 from prefixkv.measure.trace import TraceRequest, interleave, parse_line
 from prefixkv.policy import PolicySet
@@ -45,7 +43,7 @@ def segmenter() -> Segmenter:
 
 def simulator(segmenter: Segmenter, policies: dict[str, Any] | None = None, **options: Any) -> Simulator:
     chosen = None if policies is None else PolicySet.load(policies)
-    return Simulator(by_segmenter(segmenter), chosen, **options)
+    return Simulator(segmenter, chosen, **options)
 
 
 TRAFFIC = [
@@ -135,20 +133,6 @@ def test_a_ceiling_that_is_a_share_counts_and_one_in_bytes_does_not(segmenter: S
     assert GIVEN_POLICIES in replay.ask(request("hello", tenant="globex")).outcomes
 
 
-def test_an_explainer_of_ones_own_sees_each_request_before_it_is_stored(segmenter: Segmenter) -> None:
-    seen: list[tuple[str, int]] = []
-
-    def explain(asked: TraceRequest, prompt: Any, match: Any) -> CacheReport:
-        seen.append((asked.principal.tenant, match.num_tokens))
-        return dataclasses.replace(build_report(prompt, match.num_tokens, match.diverged), warnings=("w",))
-
-    replay = simulator(segmenter, explain=explain)
-    outcomes = [replay.ask(request("hello")).outcomes[OURS] for _ in range(2)]
-    assert seen == [("acme", 0), ("acme", outcomes[1].prompt_tokens - 1)]
-    assert outcomes[0].report is not None
-    assert outcomes[0].report.warnings == ("w",)
-
-
 # -- recorded conversations ------------------------------------------------------------------------------------------
 
 
@@ -162,7 +146,7 @@ def tool_segmenter(data_dir: Path) -> Segmenter:
 
 
 def replayed(segmenter: Segmenter, requests: list[TraceRequest]) -> Findings:
-    replay = Simulator(by_segmenter(segmenter))
+    replay = Simulator(segmenter)
     findings = Findings(replay.ways)
     for one in requests:
         findings.add(replay.ask(one))
