@@ -16,6 +16,7 @@ from cachetools import LRUCache
 
 from prefixkv.chat.late import LateNote
 from prefixkv.chat.segment import Segment
+from prefixkv.chat.shapes import Shapes
 from prefixkv.scope import Principal, Scope, ScopeLevel
 
 __all__ = ["Origin", "Past", "Recall", "Reply", "Sent"]
@@ -26,6 +27,7 @@ _NOTES_PER_SCOPE = 256
 _REPLIES_PER_PROMPT = 4
 _BYTES_PER_TOKEN = 8
 _MOST_TENANTS = 4096
+_MOST_SHAPES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,12 @@ class Past:
     Attributes:
         prompts: Prompts and beginnings of prompts, the narrowest scope first, in each the latest first.
         notes: Digest of a conversation to the note that its last user turn was sent with.
+        shapes: What the tenant's chats showed of the template.
     """
 
     prompts: tuple[Sent, ...] = ()
     notes: Mapping[bytes, LateNote] = field(default_factory=dict)
+    shapes: Shapes = field(default_factory=Shapes, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,7 @@ class Recall:
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._scopes: LRUCache[Scope, _Entry] = LRUCache(most_bytes, getsizeof=lambda entry: entry.size)
+        self._shapes: LRUCache[str, Shapes] = LRUCache(_MOST_SHAPES)
         self._lost: LRUCache[str, Counter[str]] = LRUCache(_MOST_TENANTS)
 
     def past(self, principal: Principal) -> Past:
@@ -129,7 +134,10 @@ class Recall:
         with self._lock:
             entries = [entry for scope in _scopes_of(principal) if (entry := self._scopes.get(scope)) is not None]
             notes = {digest: note for entry in reversed(entries) for digest, note in entry.notes.items()}
-            return Past(tuple(sent for entry in entries for sent in entry.prompts), notes)
+            shapes = self._shapes.get(principal.tenant)
+            if shapes is None:
+                shapes = self._shapes[principal.tenant] = Shapes()
+            return Past(tuple(sent for entry in entries for sent in entry.prompts), notes, shapes)
 
     def remember(self, principal: Principal, sent: Sent | None, notes: Mapping[bytes, LateNote]) -> None:
         """Keep a prompt, each part in its scope; what is of request scope is not kept.
@@ -199,8 +207,9 @@ class Recall:
         """Forget everything of an identity; without a filter, of everybody."""
         with self._lock:
             if user is None and session is None:
-                for name in [name for name in self._lost if tenant in (None, name)]:
-                    del self._lost[name]
+                for by_tenant in (self._lost, self._shapes):
+                    for name in [name for name in by_tenant if tenant in (None, name)]:
+                        del by_tenant[name]
             for scope in [scope for scope in self._scopes if scope.is_within(tenant, user, session)]:
                 del self._scopes[scope]
 

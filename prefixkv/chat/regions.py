@@ -17,8 +17,11 @@ from typing import Any
 from prefixkv.chat.labels import Label, Layout, last_user
 from prefixkv.chat.rendering import Anchors, ChatInput, Rendered, common_prefix, common_suffix
 from prefixkv.chat.segment import SegmentKind
+from prefixkv.chat.shapes import Tails
 
-__all__ = ["Tails", "lay_out_by_prefixes", "lay_out_with_anchors"]
+__all__ = ["Anchored", "lay_out_by_prefixes", "lay_out_with_anchors"]
+
+_MOST_TAILS = 1024
 
 
 _STUB_TOOLS = [
@@ -32,14 +35,22 @@ _TOOLS = Label(SegmentKind.TOOLS)
 _GENERATION = Label(SegmentKind.GENERATION_PROMPT)
 
 
-Tails = dict[tuple[object, ...], tuple[int, bool]]
-"""Text of the template's own behind a content, and what else decides it, to where the message ends in it and whether a
-generation prompt follows."""
+@dataclass(frozen=True, slots=True)
+class Anchored:
+    """A layout and where the contents were found.
+
+    Attributes:
+        layout: The layout.
+        places: Start and end of each content, in the order of the messages; empty where one was not found whole.
+    """
+
+    layout: Layout
+    places: tuple[tuple[int, int], ...]
 
 
 def lay_out_with_anchors(
-    chat: ChatInput, labels: Sequence[Label], anchors: Anchors, text: str, tails: Tails | None = None
-) -> Layout | None:
+    chat: ChatInput, labels: Sequence[Label], anchors: Anchors, text: str, tails: Tails
+) -> Anchored | None:
     """Return the layout of ``text``, the render of ``chat``; None if anchors change what the template renders.
 
     Args:
@@ -56,7 +67,12 @@ def lay_out_with_anchors(
     spans = _spans(full, len(chat.messages))
     if not spans:
         return None
-    return _Anchored(chat, labels, anchors, full, spans, {} if tails is None else tails).lay_out()
+    if len(tails) > _MOST_TAILS:
+        tails.clear()
+    layout = _Anchored(chat, labels, anchors, full, spans, tails).lay_out()
+    in_order = [span.message for span in spans] == list(range(len(chat.messages)))
+    is_whole = in_order and all(span.is_whole for span in spans)
+    return Anchored(layout, tuple((span.start, span.end) for span in spans) if is_whole else ())
 
 
 @dataclass(frozen=True, slots=True, order=True)

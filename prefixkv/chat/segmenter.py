@@ -16,18 +16,17 @@ from prefixkv.chat.messages import check_template_kwargs, check_text, total_char
 from prefixkv.chat.probing import with_clock
 from prefixkv.chat.profile import TemplateProfile, recognise
 from prefixkv.chat.recall import Origin, Past, Sent
-from prefixkv.chat.regions import Tails, lay_out_by_prefixes, lay_out_with_anchors
+from prefixkv.chat.regions import lay_out_by_prefixes, lay_out_with_anchors
 from prefixkv.chat.rendering import Anchors, ChatInput
 from prefixkv.chat.seen import encode_seen
 from prefixkv.chat.segment import Prompt, Segment, SegmentKind
+from prefixkv.chat.shapes import Shapes
 from prefixkv.chat.times import template_clock
 from prefixkv.errors import ContextOverflow, InvalidRequest
 from prefixkv.policy import TenantPolicy
 from prefixkv.scope import ScopeLevel
 
 __all__ = ["Segmenter"]
-
-_MOST_TAILS = 1024
 
 
 class Segmenter:
@@ -51,7 +50,6 @@ class Segmenter:
         self._tokenizer = self._encoder.tokenizer
         self._vocab_tokens = self._encoder.vocab_tokens if vocab_tokens is None else vocab_tokens
         has_template = bool(getattr(self._tokenizer, "chat_template", None))
-        self._tails: Tails = {}
         self.profile = (template or recognise(self._tokenizer)) if has_template else None
 
     def segment(
@@ -149,7 +147,7 @@ class Segmenter:
         if not encoded.token_ids:
             raise InvalidRequest("empty_prompt", "messages", "the chat template renders nothing for these messages")
         _refuse(len(encoded.token_ids), policy, limit)
-        layout = self._lay_out(shown, intake, text, is_marked)
+        layout = self._lay_out(shown, intake, text, is_marked, past.shapes)
         prompt = self._cut(text, encoded, layout, policy, is_marked, "documents" in chat.template_kwargs, intake.turn)
         sent = None
         if encoded.ends is not None and not is_marked:
@@ -207,20 +205,27 @@ class Segmenter:
         self._encoder.check_kept(encoded.token_ids, self._marked(chat, words).render(), words)
         return encoded
 
-    def _lay_out(self, shown: ChatInput, intake: Intake, text: str, is_marked: bool) -> Layout:
-        filled = intake.filled
+    def _lay_out(self, shown: ChatInput, intake: Intake, text: str, is_marked: bool, shapes: Shapes) -> Layout:
+        filled, labels, tools = intake.filled, intake.labels, intake.tool_digests
+        setting = (
+            repr(sorted(shown.template_kwargs.items())), shown.add_generation_prompt, shown.continue_final_message,
+            shown.template, shown.in_parts,
+        )  # fmt: skip
+        if not is_marked:
+            layout = shapes.lay_out(setting, tools, filled.messages, labels, filled.spans, text)
+            if layout is not None:
+                return layout
         anchors = Anchors(filled.messages, filled.spans)
         placed = self._encoder.mark(anchors.messages) if is_marked else anchors.messages
-        if len(self._tails) > _MOST_TAILS:
-            self._tails = {}
-        layout = lay_out_with_anchors(
-            replace(shown, messages=placed), intake.labels, anchors, text, {} if is_marked else self._tails
-        )
-        if layout is None:
+        chat = replace(shown, messages=placed)
+        found = lay_out_with_anchors(chat, labels, anchors, text, {} if is_marked else shapes.tails)
+        if found is None:
             slots = [(i, span.name) for i, spans in enumerate(filled.spans) for span in spans]
-            slots += [(i, label.name) for i, label in enumerate(intake.labels) if label.name is not None]
-            layout = lay_out_by_prefixes(shown, intake.labels, slots, text)
-        return layout
+            slots += [(i, label.name) for i, label in enumerate(labels) if label.name is not None]
+            return lay_out_by_prefixes(shown, labels, slots, text)
+        if not is_marked:
+            shapes.learn(setting, tools, filled.messages, labels, filled.spans, found.layout, found.places, text)
+        return found.layout
 
     def _cut(
         self,

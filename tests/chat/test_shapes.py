@@ -1,0 +1,66 @@
+"""A layout from known words of the template is the anchored one, for every template, whatever was learnt before."""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from prefixkv.chat.recall import Past
+from prefixkv.chat.segmenter import Segmenter
+from prefixkv.chat.shapes import Shapes
+from prefixkv.errors import InvalidRequest
+from tests.chat.chats import CONVERSATIONS, POLICY, TOOLS, assistant, system, user
+
+FOLDER = Path(os.environ.get("PREFIXKV_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
+TEMPLATES = sorted(str(path.relative_to(FOLDER / "templates")) for path in FOLDER.glob("templates/*/*.jinja")) or [
+    "none"
+]
+# Words of the template in the content, contents that are equal, and white space that templates trim.
+TEXTS = ("Hello", "Hello", "<think>", "user", "a\nb", " padded ", "[INST]x", "You sell shoes.", "é\u200b")
+
+
+def grown() -> list[tuple[list[dict[str, Any]], Any]]:
+    """Chats of many lengths and contents, with and without system text and tools."""
+    chats: list[tuple[list[dict[str, Any]], Any]] = []
+    for shift, (has_system, tools) in product(range(3), product((True, False), (None, TOOLS))):
+        messages = [system("You sell shoes.")] if has_system else []
+        for turn in range(4):
+            messages = [*messages, user(TEXTS[(3 * turn + shift) % len(TEXTS)])]
+            chats.append((messages, tools))
+            messages = [*messages, assistant(TEXTS[(3 * turn + shift + 1) % len(TEXTS)])]
+    return chats + list(CONVERSATIONS.values())
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    "template", [pytest.param(name, marks=[pytest.mark.slow] if i % 6 else []) for i, name in enumerate(TEMPLATES)]
+)
+def test_known_words_give_the_anchored_layout(template: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / "gpt-2")
+    tokenizer.chat_template = (data_dir / "templates" / template).read_text(encoding="utf-8")
+    segmenter, shapes = Segmenter(tokenizer), Shapes()
+    taken = []
+    lay_out = Shapes.lay_out
+
+    def counted(self: Shapes, *args: Any) -> Any:
+        layout = lay_out(self, *args)
+        taken.append(layout is not None)
+        return layout
+
+    monkeypatch.setattr(Shapes, "lay_out", counted)
+    for messages, tools in grown():
+        try:
+            alone = segmenter.segment(messages, policy=POLICY, tools=tools)
+        except InvalidRequest:
+            continue
+        known = segmenter.segment(messages, policy=POLICY, tools=tools, past=Past(shapes=shapes))
+        assert known.segments == alone.segments
+        assert known.token_ids == alone.token_ids
+        assert known.turn_start == alone.turn_start
+    if template in ("llama.cpp/Qwen-Qwen2.5-7B-Instruct.jinja", TEMPLATES[0]):
+        assert sum(taken) >= 5  # else this compares nothing
