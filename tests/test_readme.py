@@ -46,7 +46,8 @@ def test_the_policies_say_what_they_seem_to_say(tmp_path: Path) -> None:
     policies = PolicySet.load(path)
     assert policies.get("acme").weight == 2.0
     assert policies.get("acme").scope_level("history").label == "user"
-    assert policies.get("acme").slot("now").scope.label == "request"
+    assert policies.get("acme").slot("now").placement == "tail"
+    assert policies.get("acme").template_clock == "month"
     assert policies.get("anybody").max_prompt_tokens == 4000
 
 

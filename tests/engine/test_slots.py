@@ -1,7 +1,8 @@
-"""Slots, notes, examples and spliced replies in an engine: what is reused, what is remembered, and what is forgotten."""
+"""Slots, notes, examples and spliced replies in an engine: what is reused, remembered and forgotten."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def talk(engine: Engine, tenant: str, turns: int, *, session: str | None = "s") 
 def test_a_late_clock_leaves_system_text_and_history_a_prefix(engine: Engine) -> None:
     """Each turn finds all that the turn before it sent, though the clock moved on."""
     results = talk(engine, "late", 4)
-    for before, after in zip(results, results[1:], strict=False):
+    for before, after in itertools.pairwise(results):
         turn_before = next(part.start for part in reversed(before.report.segments) if part.kind == "generation_prompt")
         assert after.usage.cached_tokens >= turn_before - 1
         assert after.report.miss is None or after.report.miss.code != "slot_changed"
@@ -153,7 +154,7 @@ def test_a_coarse_clock_is_shared_within_its_hour(engine: Engine) -> None:
 def test_examples_are_shared_by_a_tenants_users(engine: Engine) -> None:
     messages = [system(RULES), user("Do you sell oil?"), {"role": "assistant", "content": "We do."}, user("Hi")]
     ask(engine, "examples", messages)
-    report = engine.explain(messages[:3] + [user("Hello")], principal=Principal("examples", user="v", session="t"))
+    report = engine.explain([*messages[:3], user("Hello")], principal=Principal("examples", user="v", session="t"))
     few_shot = [part for part in report.segments if part.kind == "few_shot"]
     assert [part.role for part in few_shot] == ["user", "assistant"]
     assert all(part.scope == "tenant" and part.cached_tokens == part.tokens for part in few_shot)
