@@ -198,10 +198,10 @@ class Recall:
 
         return count
 
-    def lost_tokens(self, tenant: str) -> dict[str, int]:
-        """Return the tokens that volatile text has cost a tenant so far, by kind."""
+    def lost_tokens(self, tenant: str | None) -> dict[str, int]:
+        """Return the tokens that volatile text has cost a tenant, or all of them, so far, by kind."""
         with self._lock:
-            return dict(self._lost.get(tenant) or {})
+            return dict(sum((lost for name, lost in self._lost.items() if tenant in (None, name)), Counter()))
 
     def forget(self, tenant: str | None, user: str | None, session: str | None) -> None:
         """Forget everything of an identity; without a filter, of everybody."""

@@ -288,6 +288,7 @@ class EngineCore:
             blocks=pool.num_blocks - pool.num_free,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
+            volatile_tokens=self.recall.lost_tokens(None),
             blocks_total=pool.num_blocks,
             blocks_free=pool.num_free,
             blocks_idle=idle,
@@ -306,6 +307,7 @@ class EngineCore:
             blocks=self.manager.pool.owned_blocks.get(tenant, 0),
             running=sum(1 for seq in self.scheduler.running if seq.tenant == tenant),
             waiting=self.scheduler.waiting.num_waiting(tenant),
+            volatile_tokens=self.recall.lost_tokens(tenant),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from cachetools import LRUCache
@@ -36,7 +37,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantStats:
-    """One tenant: its totals since the engine started, and what it holds now."""
+    """One tenant: its totals since the engine started, and what it holds now.
+
+    Attributes:
+        volatile_tokens: Tokens that undeclared text which changes has cost, by its kind; see ``MissReason.kind``.
+    """
 
     requests: int
     aborted: int
@@ -48,6 +53,7 @@ class TenantStats:
     blocks: int
     running: int
     waiting: int
+    volatile_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:

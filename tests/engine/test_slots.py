@@ -69,6 +69,18 @@ def test_an_inline_clock_loses_what_stands_behind_it(engine: Engine) -> None:
     assert second.usage.cached_tokens < len("It is 10:30") + 40 < first.usage.prompt_tokens / 2
 
 
+def test_an_undeclared_clock_is_named_and_counted(engine: Engine) -> None:
+    """What it cost is the tenant's own figure; another tenant has none."""
+    reports = [ask(engine, "plain", [system(f"It is 10:3{i}. {RULES}"), user("Hi")]).report for i in range(3)]
+    assert [report.miss.code for report in reports] == ["first_seen", "volatile_text", "volatile_text"]
+    assert {report.miss.kind for report in reports[1:]} == {"clock"}
+    lost = sum(report.miss.tokens_lost for report in reports[1:])
+    assert reports[2].miss.lost_so_far_tokens == lost
+    assert engine.stats(tenant="plain").volatile_tokens == {"clock": lost}
+    assert engine.stats(tenant="late").volatile_tokens == {}
+    assert f"{lost} so far" in str(reports[2])
+
+
 def test_without_a_session_only_the_turn_before_is_computed_again(engine: Engine) -> None:
     """The unnamed session is a session too, so its notes are remembered like any other's."""
     results = talk(engine, "late", 3, session=None)
