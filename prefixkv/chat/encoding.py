@@ -200,7 +200,7 @@ class Encoder:
         return start + (ends[len(shared) - 1] if shared and ends else 0)
 
     def splits_at(self, text: str, position: int) -> bool:
-        """Return whether a control token that no normaliser touches starts at a place: tokenizers split there."""
+        """Return whether a control token starts at a place whatever is around it: tokenizers split there."""
         match = self._control_re.match(text, position)
         return match is not None and not self._controls[match[0]][1]
 
@@ -266,7 +266,7 @@ class Encoder:
 
     def _check_forged(self, text: str, encoded: Encoded) -> None:
         """Refuse a control token made by the tokenizer's normaliser from text that does not spell it."""
-        suspects = {index: token for token, (index, normalized) in self._controls.items() if normalized}
+        suspects = {index: token for token, (index, is_touched) in self._controls.items() if is_touched}
         if not suspects:
             return
         spelt = {token: text.count(token) for token in suspects.values()}
@@ -319,7 +319,7 @@ def _own_backend(copied: Any, original: Any) -> Any:
 
 
 def _control_tokens(tokenizer: Any) -> dict[str, tuple[int, bool]]:
-    """Return the control tokens' text -> (id, whether the normaliser runs before they are matched)."""
+    """Return the control tokens' text -> (id, whether a normaliser or the letters beside it decide what matches)."""
     declared = set(getattr(tokenizer, "chat_control_tokens", None) or ())
     template = getattr(tokenizer, "chat_template", None)
     written = template if isinstance(template, str) else "\0".join((template or {}).values())
@@ -327,7 +327,8 @@ def _control_tokens(tokenizer: Any) -> dict[str, tuple[int, bool]]:
     for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
         text = str(token.content)
         if text and (token.special or text in declared or (text in written and not text.isspace())):
-            found[text] = (int(index), bool(getattr(token, "normalized", False)))
+            is_touched = bool(getattr(token, "normalized", False) or getattr(token, "single_word", False))
+            found[text] = (int(index), is_touched)
     return found
 
 
