@@ -28,7 +28,7 @@ def canonical_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def canonical_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose tool calls have their arguments in a fixed order; the order of calls stays.
 
-    Arguments given as a JSON text are written anew, if they are an object.
+    Arguments given as a JSON text are written anew, if they are an object and nothing of it would be lost.
     """
     return [
         {**message, "tool_calls": [_call(call) for call in message["tool_calls"]]}
@@ -53,10 +53,31 @@ def _arguments(value: Any) -> Any:
     if not isinstance(value, str):
         return _sorted(value)
     try:
-        data = json.loads(value)
-    except ValueError:
+        data = json.loads(
+            value, object_pairs_hook=_no_key_twice, parse_float=_exact, parse_int=_exact, parse_constant=_exact
+        )
+        if not isinstance(data, dict):
+            return value
+        text = json.dumps(_sorted(data), ensure_ascii=False)
+        text.encode()
+    except (ValueError, RecursionError):  # no JSON, or what would not be quite the same when written anew
         return value
-    return json.dumps(_sorted(data), ensure_ascii=False) if isinstance(data, dict) else value
+    return text
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        raise ValueError
+    return data
+
+
+def _exact(number: str) -> float:
+    """Return a number of a JSON text, if it is written as it would be anew."""
+    value = json.loads(number)
+    if json.dumps(value, allow_nan=False) != number:
+        raise ValueError
+    return float(value) if isinstance(value, float) else int(value)
 
 
 def _ordered(value: Any, *, is_schema: bool = True) -> Any:
