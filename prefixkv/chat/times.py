@@ -10,8 +10,10 @@ __all__ = ["coarsened", "template_clock"]
 
 _SECONDS = {"minute": 60, "hour": 3600, "day": 86400}
 _TIME = re.compile(
-    r"(?<![\d:.])(?P<hour>[01]?\d|2[0-3]):(?P<minute>[0-5]\d)"
-    r"(?::(?P<second>[0-5]\d)(?P<fraction>\.\d+)?)?(?P<half>\s?[AaPp]\.?[Mm]\b\.?)?(?![\d:])"
+    r"(?:(?P<iso>(?<=\d)T)|(?<![\d:.])(?<!UTC[+-])(?<!GMT[+-]))(?P<hour>[01]?\d|2[0-3]):(?P<minute>[0-5]\d)"
+    r"(?::(?P<second>[0-5]\d)(?P<fraction>\.\d+)?)?(?P<half>\s?[AaPp]\.?[Mm]\b\.?)?"
+    # An offset from UTC is no time; 10:30-11:45 are two.
+    r"(?P<zone>\s?(?:\+|(?(iso)-|(?(second)-|(?!))))\d\d:[0-5]\d)?(?![\d:])"
 )
 _EPOCH = re.compile(r"(?<![\d.])(?P<seconds>1\d{9}|2\d{9})(?P<thousandths>\d{3})?(?P<fraction>\.\d+)?(?!\d)")
 
@@ -36,7 +38,7 @@ def coarsened(text: str, unit: str) -> str | None:
         minute = match["minute"] if unit == "minute" else "00"
         second = "" if match["second"] is None else ":00"
         fraction = re.sub(r"\d", "0", match["fraction"] or "")
-        return f"{hour}:{minute}{second}{fraction}{half}"
+        return f"{match['iso'] or ''}{hour}:{minute}{second}{fraction}{half}{match['zone'] or ''}"
 
     def round_epoch(match: re.Match[str]) -> str:
         seconds = int(match["seconds"])
