@@ -15,20 +15,32 @@ _MOST_SPANS = 8
 _MOST_SHARE = 0.25
 """Of a head: where more than this differs, it is another text, not the same one with a clock in it."""
 
-_MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
-_WEEKDAY = r"(?:mon|tue|wed|thu|fri|sat|sun)[a-z]*\.?"
-_KINDS = (
-    ("uuid", re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}", re.IGNORECASE)),
-    ("clock", re.compile(r"\d{1,2}:\d{2}")),
-    ("date", re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}")),
-    ("date", re.compile(rf"(?:\d{{1,2}}(?:st|nd|rd|th)?,? ?{_MONTH}|{_MONTH} ?\d{{1,2}})", re.IGNORECASE)),
-    ("date", re.compile(rf"{_WEEKDAY}|{_MONTH}", re.IGNORECASE)),
+_MONTH = (
+    r"(?:jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    r"|nov(?:ember)?|dec(?:ember)?)\b\.?"
+)
+_WEEKDAY = r"\b(?:mon|tues?|wed(?:nes)?|thu(?:rs?)?|fri|sat(?:ur)?|sun)(?:day)?\b\.?"
+_DAY = r"\b\d{1,2}(?:st|nd|rd|th)?"
+_STAMPS = (
+    ("uuid", re.compile(r"\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b", re.IGNORECASE)),
+    ("clock", re.compile(r"(?<!\d)\d{1,2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:\s?[ap]\.?m\b)?", re.IGNORECASE)),
+    (
+        "date",
+        re.compile(r"(?<![\w.])(?:\d{4}([-/.])\d{1,2}\1\d{1,2}|\d{1,2}([-/.])\d{1,2}\2(?:\d{4}|\d{2}))(?![\d.]\d|\d)"),
+    ),
+    ("date", re.compile(rf"(?:{_DAY},?[ -]?{_MONTH}|\b{_MONTH}[ -]?{_DAY}\b),?(?:[ -]\d{{4}}\b)?", re.IGNORECASE)),
+    ("date", re.compile(rf"{_WEEKDAY}|\b{_MONTH}(?: \d{{4}}\b)?", re.IGNORECASE)),
+)
+"""Known by the shape of what stands there, also where only a part of it changed."""
+_VALUES = (
     ("counter", re.compile(r"[#№]?\d{1,9}")),
     ("clock", re.compile(r"1\d{9}(?:\d{3})?(?:\.\d+)?")),
     ("nonce", re.compile(r"(?=[^\s]*\d)[A-Za-z0-9+/_=-]{6,}")),
     ("name", re.compile(r"[A-ZÀ-Þ][\w'\u2019.-]*(?: [A-ZÀ-Þ][\w'\u2019.-]*){0,3}")),
 )
+"""Known only where the value is nothing else."""
 _WORD = re.compile(r"[\w:+/.@#'\u2019-]")
+_EDGES = " .'\u2019-:/"
 _NEAR_CHARACTERS = 24
 
 
@@ -56,7 +68,7 @@ def volatile_spans(text: str, other: str) -> tuple[VolatileSpan, ...]:
     if text == other or not text or not other:
         return ()
     pairs = _changed(text, other)
-    if pairs is None or len(pairs) > _MOST_SPANS:
+    if len(pairs) > _MOST_SPANS:
         return ()
     differing = sum(max(end - start, other_end - other_start) for start, end, other_start, other_end in pairs)
     if differing > _MOST_SHARE * len(text):
@@ -84,19 +96,22 @@ def kind_of(text: str, start: int, end: int, other: str) -> str:
     last = end
     while last < len(text) and last - end < _NEAR_CHARACTERS and _WORD.match(text[last]):
         last += 1
-    whole = text[first:last].strip(".'\u2019-:/")
-    for kind, pattern in _KINDS:
-        # A date may come with words around it; a counter, a nonce or a name has to be all there is.
-        is_alone = kind in ("counter", "nonce", "name")
-        if any(pattern.fullmatch(part) if is_alone else pattern.search(part) for part in (whole, value.strip())):
-            if kind == "counter" and not re.fullmatch(r"[#№]?\d{1,9}", other.strip() or "0"):
+    whole = text[first:last].strip(_EDGES)
+    # So is a date of which only the day changed; its parts have spaces between them.
+    low, high = max(0, start - _NEAR_CHARACTERS), min(len(text), end + _NEAR_CHARACTERS)
+    for kind, pattern in _STAMPS:
+        if any(match.start() < end and match.end() > start for match in pattern.finditer(text, low, high)):
+            return kind
+    for kind, pattern in _VALUES:
+        if pattern.fullmatch(whole) or pattern.fullmatch(value.strip(_EDGES)):
+            if kind == "counter" and not re.fullmatch(r"[#№]?\d{1,9}", other.strip(_EDGES) or "0"):
                 continue
             return kind
     return "text"
 
 
-def _changed(text: str, other: str) -> list[tuple[int, int, int, int]] | None:
-    """Return (start, end, start, end) of whole words that differ; None if lines do not correspond."""
+def _changed(text: str, other: str) -> list[tuple[int, int, int, int]]:
+    """Return (start, end, start, end) of whole words that differ: one for each line, or one if lines were added."""
     lines, others = text.splitlines(keepends=True), other.splitlines(keepends=True)
     if len(lines) != len(others):
         return [_narrowed(text, other, 0, 0)]
