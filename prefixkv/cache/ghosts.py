@@ -34,6 +34,7 @@ class Ghosts:
     def evicted(self, node: Node) -> None:
         """Note that a block is about to be destroyed because others needed room."""
         self._blocks[node.key] = None
+        self._blocks.move_to_end(node.key)
         if len(self._blocks) > self._most_blocks:
             self._blocks.popitem(last=False)
 
@@ -70,9 +71,9 @@ class Ghosts:
         start = match.num_tokens - match.partial_rows
         parent = match.nodes[-1] if match.nodes else root
         if self._blocks:
-            # A block that was not yet full may have held less than a whole one.
+            # A block that was not yet full may have held less than a whole one, but more than what matches.
             block = token_ids[start : start + self._block_size]
-            beginnings = [block[:size] for size in range(len(block), 0, -1)]
+            beginnings = [block[:size] for size in range(len(block), match.partial_rows, -1)]
             if any(block_key(key, parent.uid, part) in self._blocks for key in reach for part in beginnings):
                 return "evicted"
         return "purged" if scope_key in self._scopes else None
