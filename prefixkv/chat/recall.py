@@ -6,6 +6,7 @@ only; a purge destroys it. It is bounded in all, and the scope that was not used
 
 from __future__ import annotations
 
+import sys
 import threading
 from array import array
 from collections import Counter, OrderedDict
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from cachetools import LRUCache
 
 from prefixkv.chat.late import LateNote
-from prefixkv.chat.segment import Segment
+from prefixkv.chat.segment import Segment, SegmentKind
 from prefixkv.chat.shapes import Shapes
 from prefixkv.scope import Principal, Scope, ScopeLevel
 
@@ -26,6 +27,12 @@ _PROMPTS_PER_SCOPE = 6
 _NOTES_PER_SCOPE = 256
 _REPLIES_PER_PROMPT = 4
 _BYTES_PER_TOKEN = 8
+_BYTES_PER_REPLY_TOKEN = 36
+_BYTES_PER_SEGMENT = 160
+# Of Python's own, without text and tokens.
+_BYTES_PER_PROMPT = 400
+_BYTES_PER_NOTE = 300
+_BYTES_PER_SCOPE = 1200
 _MOST_TENANTS = 4096
 _MOST_SHAPES = 128
 
@@ -42,6 +49,11 @@ class Reply:
     text: str
     token_ids: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        """About how many bytes it takes."""
+        return sys.getsizeof(self.text) + _BYTES_PER_REPLY_TOKEN * (len(self.token_ids) + 4)
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:
@@ -52,7 +64,7 @@ class Sent:
         token_ids: Its ids.
         ends: For each token, how many characters end with it.
         segments: Its parts.
-        tools: A digest of each tool, in their order.
+        tools: A digest of each tool, in their order; none where text of the tools is cut off.
         is_spliced: Whether ids of replies are in it.
         replies: What was generated behind it.
     """
@@ -68,17 +80,19 @@ class Sent:
     @property
     def size(self) -> int:
         """About how many bytes it takes."""
-        return len(self.text) + _BYTES_PER_TOKEN * len(self.token_ids) + sum(len(reply.text) for reply in self.replies)
+        own = _BYTES_PER_PROMPT + sys.getsizeof(self.text) + _BYTES_PER_TOKEN * len(self.token_ids)
+        return own + _BYTES_PER_SEGMENT * len(self.segments) + sum(reply.size for reply in self.replies)
 
     def cut(self, tokens: int) -> Sent:
         """Return as much of it as its first tokens hold."""
         if tokens >= len(self.token_ids):
             return self
         parts = tuple(part for part in self.segments if part.start < tokens)
-        characters = self.ends[tokens - 1]
-        return Sent(
-            self.text[:characters], self.token_ids[:tokens], self.ends[:tokens], parts, self.tools, self.is_spliced
-        )
+        characters = self.ends[tokens - 1] if tokens else 0
+        # Whoever may not know the text of the tools may not know which they are.
+        places = [part.end for part in self.segments if part.kind is SegmentKind.TOOLS]
+        tools = self.tools if places and places[-1] <= tokens else ()
+        return Sent(self.text[:characters], self.token_ids[:tokens], self.ends[:tokens], parts, tools, self.is_spliced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +248,8 @@ class _Entry:
 
     @property
     def size(self) -> int:
-        return sum(sent.size for sent in self.prompts) + sum(len(note.text) + 64 for note in self.notes.values())
+        notes = sum(sys.getsizeof(note.text) + _BYTES_PER_NOTE for note in self.notes.values())
+        return _BYTES_PER_SCOPE + sum(sent.size for sent in self.prompts) + notes
 
     def add(self, sent: Sent) -> None:
         for known in self.prompts:
