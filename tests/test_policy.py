@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from prefixkv.chat.segment import SegmentKind
+from prefixkv.chat.times import template_clock
 from prefixkv.errors import PolicyError, UnknownTenant
-from prefixkv.policy import DEFAULT_SCOPES, SEGMENT_KINDS, PolicySet, SlotPolicy, TenantPolicy
+from prefixkv.policy import CLOCK_UNITS, DEFAULT_SCOPES, SEGMENT_KINDS, PolicySet, SlotPolicy, TenantPolicy
 from prefixkv.scope import ScopeLevel
 
 DATA: dict[str, Any] = {
@@ -130,6 +132,20 @@ BAD_TENANTS: list[tuple[str, dict[str, Any], str]] = [
     ("scopes", {"scopes": {"system": "public"}}, "engine.publish"),
     ("slots.now.placement", {"slots": {"now": {"placement": "somewhere"}}}, "inline"),
     ("slots.now.scope", {"slots": {"now": {"scope": "everyone"}}}, "public, tenant, user, session, request"),
+    ("slots.now.placement", {"slots": {"now": {"placement": None}}}, "coarsen"),
+    ("slots.now.unit", {"slots": {"now": {"placement": "coarsen", "unit": "week"}}}, "'minute', 'hour' or 'day'"),
+    ("slots.now.phrase", {"slots": {"now": {"phrase": "x" * 201}}}, "at most 200"),
+    ("slots.now.phrase", {"slots": {"now": {"phrase": 5}}}, "string"),
+    ("few_shot_messages", {"few_shot_messages": -1}, "greater than or equal to 0"),
+    ("few_shot_messages", {"few_shot_messages": "2"}, "integer"),
+    ("few_shot_messages", {"few_shot_messages": True}, "integer"),
+    ("tools_order", {"tools_order": "sorted"}, "'as_given' or 'canonical'"),
+    ("splice_generated", {"splice_generated": 1}, "boolean"),
+    ("splice_generated", {"splice_generated": "yes"}, "boolean"),
+    ("template_clock", {"template_clock": "noon"}, "one of hour, day, month, year"),
+    ("template_clock", {"template_clock": "minute"}, "an ISO date or time (2026-01-31)"),
+    ("template_clock", {"template_clock": "2026-02-30"}, "an ISO date or time (2026-01-31)"),
+    ("template_clock", {"template_clock": 2026}, "an ISO date or time (2026-01-31)"),
     ("slots.now.colour", {"slots": {"now": {"colour": "red"}}}, "no such field; there are placement, scope"),
     ("max_prompt_tokens", {"max_prompt_tokens": 0}, "greater than or equal to 1"),
     ("max_prompt_tokens", {"max_prompt_tokens": True}, "integer"),
@@ -211,3 +227,57 @@ def test_policies_are_frozen() -> None:
     policies = PolicySet.load(DATA)
     with pytest.raises(ValidationError):
         policies.default = None  # type: ignore[misc]
+
+
+# -- segments, slots and templates -------------------------------------------------------------------------------------
+
+CHAT: dict[str, Any] = {
+    "few_shot_messages": 4,
+    "tools_order": "canonical",
+    "splice_generated": True,
+    "template_clock": "day",
+    "slots": {
+        "now": {"placement": "coarsen", "unit": "day", "scope": "tenant"},
+        "nick": {"placement": "tail", "phrase": "see below"},
+        "mood": {"placement": "patch"},
+    },
+}
+
+
+def test_what_is_left_out_changes_no_prompt() -> None:
+    """Everything that moves text, orders tools or tells a template another time has to be asked for."""
+    policy = TenantPolicy()
+    assert (policy.few_shot_messages, policy.tools_order) == (0, "as_given")
+    assert (policy.splice_generated, policy.template_clock) == (False, None)
+    assert policy.slot("any") == SlotPolicy(placement="inline", scope=ScopeLevel.SESSION, unit="hour", phrase=None)
+
+
+@pytest.mark.parametrize("name", ["p.yaml", "p.json"])
+def test_fields_of_chats_arrive_from_files(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps({"default": CHAT}), encoding="utf-8")
+    policy = PolicySet.load(path).get("anyone")
+    assert policy == TenantPolicy(**CHAT)
+    assert policy.slot("now") == SlotPolicy(placement="coarsen", unit="day", scope=ScopeLevel.TENANT)
+    assert policy.slot("nick") == SlotPolicy(placement="tail", phrase="see below")
+    assert TenantPolicy(**json.loads(json.dumps(policy.model_dump()))) == policy
+
+
+@pytest.mark.parametrize("rule", [None, *CLOCK_UNITS])
+def test_the_clock_of_a_template_is_rounded_or_left_alone(rule: str | None) -> None:
+    assert TenantPolicy(template_clock=rule).template_clock == rule
+
+
+@pytest.mark.parametrize("written", ["2026-01-31", "'2026-01-31'", "2026-01-31T00:00:00", "'20260131'"])
+@pytest.mark.parametrize("name", ["p.yaml", "p.toml"])
+def test_a_date_needs_no_quotes(tmp_path: Path, name: str, written: str) -> None:
+    """YAML and TOML read a bare date as a date; it is pinned all the same."""
+    path = tmp_path / name
+    path.write_text(
+        f"default: {{template_clock: {written}}}" if name == "p.yaml" else f"[default]\ntemplate_clock = {written}",
+        encoding="utf-8",
+    )
+    rule = PolicySet.load(path).get("anyone").template_clock
+    assert rule is not None
+    assert template_clock(rule) == datetime(2026, 1, 31)
+    assert TenantPolicy(template_clock=rule).template_clock is not None
