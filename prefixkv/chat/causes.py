@@ -152,19 +152,26 @@ def _stripped_earlier(origin: Origin, ours: Sent, place: int) -> str | None:
 
 def _in_head(origin: Origin, ours: Sent, prior: Sent, part: Segment, cached_tokens: int) -> Cause:
     """Return the cause of a miss in what stands before all turns."""
-    if ours.tools != prior.tools and sorted(ours.tools) == sorted(prior.tools):
+    if any(old.kind is SegmentKind.SLOT and old.start <= cached_tokens < old.end for old in prior.segments):
+        return _plain("slot_changed")  # the new value is how the old one began, or empty
+    tools, known = ours.tools or (), prior.tools
+    if known is not None and tools != known and sorted(tools) == sorted(known):
         return _plain("tools_reordered")
+    first = ours.ends[cached_tokens - 1] if cached_tokens else 0
     place = ours.ends[cached_tokens] if cached_tokens < len(ours.ends) else len(ours.text)
     for head, other in _heads(origin, ours):
         for span in volatile_spans(head, other):
-            if span.start < place and span.end >= place - _NEAR_CHARACTERS:
-                if origin.injects_date and part.kind is SegmentKind.PREAMBLE and span.kind in ("clock", "date"):
-                    return _plain("template_date")
-                words = {"placement": "tail", "kind": span.kind, "part": part.kind.value.replace("_", " ")}
-                return Cause("volatile_text", _VOLATILE_HINT.format(**words), span.kind)
+            if span.start >= place or span.end < first:
+                continue
+            if origin.injects_date and part.kind is SegmentKind.PREAMBLE and span.kind in ("clock", "date"):
+                return _plain("template_date")
+            if part.kind is SegmentKind.TOOLS and span.kind in ("name", "text"):
+                return _plain("tools_changed")  # another tool
+            words = {"placement": "tail", "kind": span.kind, "part": part.kind.value.replace("_", " ")}
+            return Cause("volatile_text", _VOLATILE_HINT.format(**words), span.kind)
     if part.kind is SegmentKind.PREAMBLE and origin.injects_date:
         return _plain("template_date")
-    if part.kind is SegmentKind.TOOLS or ours.tools != prior.tools:
+    if part.kind is SegmentKind.TOOLS or (known is not None and tools != known):
         return _plain("tools_changed")
     return _plain("system_changed")
 

@@ -64,7 +64,7 @@ class Sent:
         token_ids: Its ids.
         ends: For each token, how many characters end with it.
         segments: Its parts.
-        tools: A digest of each tool, in their order; none where text of the tools is cut off.
+        tools: A digest of each tool, in their order; None where a scope may not know the tools.
         is_spliced: Whether ids of replies are in it.
         replies: What was generated behind it.
     """
@@ -73,7 +73,7 @@ class Sent:
     token_ids: array[int]
     ends: array[int]
     segments: tuple[Segment, ...]
-    tools: tuple[bytes, ...] = ()
+    tools: tuple[bytes, ...] | None = ()
     is_spliced: bool = False
     replies: tuple[Reply, ...] = ()
 
@@ -91,7 +91,7 @@ class Sent:
         characters = self.ends[tokens - 1] if tokens else 0
         # Whoever may not know the text of the tools may not know which they are.
         places = [part.end for part in self.segments if part.kind is SegmentKind.TOOLS]
-        tools = self.tools if places and places[-1] <= tokens else ()
+        tools = self.tools if places and places[-1] <= tokens else None
         return Sent(self.text[:characters], self.token_ids[:tokens], self.ends[:tokens], parts, tools, self.is_spliced)
 
 

@@ -57,7 +57,7 @@ def test_a_part_that_is_cut_off_takes_along_neither_ids_nor_segments_nor_tools_b
     own, shared = recall.past(ANN).prompts
     assert own.tools == (b"1",)
     assert (shared.text, len(shared.token_ids), len(shared.ends), len(shared.segments)) == ("rules ", 6, 6, 1)
-    assert shared.tools == ()
+    assert shared.tools is None
 
 
 def test_tools_that_the_tenant_shares_are_known_to_it() -> None:
