@@ -107,7 +107,7 @@ class Past:
 
     prompts: tuple[Sent, ...] = ()
     notes: Mapping[bytes, LateNote] = field(default_factory=dict)
-    shapes: Shapes = field(default_factory=Shapes, repr=False)
+    shapes: Shapes = field(default_factory=Shapes, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ def test_text_that_changes_undeclared_is_named_by_its_look(tokenizer: Any, kind:
     assert (miss.code, miss.kind) == ("volatile_text", kind)
     assert f"slot:{kind}" in miss.hint
     assert "placement: tail" in miss.hint
-    assert f"({miss.tokens_lost} tokens lost to it so far)" in miss.hint
+    assert miss.lost_so_far_tokens == miss.tokens_lost
     assert code(reports[1]) is None
     assert shop.recall.lost_tokens("acme") == {kind: miss.tokens_lost}
 
