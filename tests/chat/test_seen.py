@@ -14,12 +14,13 @@ from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
 
 from prefixkv.chat.encoding import Encoder
-from prefixkv.chat.recall import Reply, Sent
+from prefixkv.chat.recall import Recall, Reply, Sent
 from prefixkv.chat.seen import encode_seen, longest_beginning
 from prefixkv.chat.segment import Segment, SegmentKind
+from prefixkv.chat.segmenter import Segmenter
 from prefixkv.errors import InvalidRequest
-from prefixkv.scope import ScopeLevel
-from tests.chat.chats import byte_chatml, forgeable
+from prefixkv.scope import Principal, ScopeLevel
+from tests.chat.chats import POLICY, byte_chatml, forgeable
 
 MARKS = {
     "qwen2": ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
@@ -148,6 +149,31 @@ def test_made_up_tokenizers_give_the_same_ids_too(name: str, data: st.DataObject
     """Merges over line breaks, a normaliser, control tokens that swallow white space or want to stand alone."""
     extra = {"forgeable": ("<|end|>",), "strips": ("<wide>", "<left>"), "whole words": ("<word>",)}
     check(synthetic(name), *data.draw(chats((*CHATML_MARKS, *extra.get(name, ())))))
+
+
+SEGMENTER = Segmenter(byte_chatml(merges=(("Ċ", "Ċ"), ("Ġ", "1"), ("1", "0"), ("Ġ", "Ġ"), ("<", "|"))))
+PRINCIPALS = [Principal("acme", "ann", "1"), Principal("acme", "bob", "1"), Principal("other", "ann", "1")]
+
+
+@settings(max_examples=40)
+@given(
+    contents=st.lists(CONTENTS, min_size=3, max_size=5),
+    sent=st.lists(st.tuples(st.sampled_from(PRINCIPALS), st.integers(0, 5), st.integers(0, 4), CONTENTS), max_size=5),
+)
+def test_a_prompt_is_the_same_whatever_its_scopes_remember(
+    contents: list[str], sent: list[tuple[Principal, int, int, str]]
+) -> None:
+    """Ids, segments and scopes: of chats that grew, of edited ones, of what the tenant shares; through the memory."""
+    recall = Recall()
+    chat = [{"role": ("system", "user", "assistant")[i and 2 - i % 2], "content": t} for i, t in enumerate(contents)]
+    for who, turns, place, other in [*sent, (PRINCIPALS[0], 5, 5, "")]:
+        messages = [dict(message) for message in chat[: max(turns, 2)]]
+        if place < len(messages):
+            messages[place]["content"] = other
+        prompt = SEGMENTER.segment(messages, policy=POLICY, past=recall.past(who))
+        assert prompt == SEGMENTER.segment(messages, policy=POLICY)
+        assert prompt.origin is not None
+        recall.remember(who, prompt.origin.sent, {})
 
 
 # -- how much is known ------------------------------------------------------------------------------------------------
