@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,6 +99,13 @@ class Encoder:
         if isinstance(value, list):
             return [self.mark(item, words) for item in value]
         return value
+
+    @staticmethod
+    def unmarked(text: str, ends: Sequence[int]) -> tuple[str, list[int]]:
+        """Return marked text without its marks, and the same ends in it; changes nothing."""
+        marks = [place for place, char in enumerate(text) if char in (_OPEN, _CLOSE)]
+        bare = text.replace(_OPEN, "").replace(_CLOSE, "")
+        return bare, [end - bisect_left(marks, end) for end in ends]
 
     def check_kept(self, token_ids: Sequence[int], text: str, words: tuple[str, str]) -> None:
         """Refuse ids with more control tokens than the template wrote; changes nothing.

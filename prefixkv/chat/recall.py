@@ -66,6 +66,7 @@ class Sent:
         segments: Its parts.
         tools: A digest of each tool, in their order; None where a scope may not know the tools.
         is_spliced: Whether ids of replies are in it.
+        is_marked: Whether control tokens that content spelt were encoded as text.
         replies: What was generated behind it.
     """
 
@@ -75,6 +76,7 @@ class Sent:
     segments: tuple[Segment, ...]
     tools: tuple[bytes, ...] | None = ()
     is_spliced: bool = False
+    is_marked: bool = False
     replies: tuple[Reply, ...] = ()
 
     @property
@@ -92,7 +94,10 @@ class Sent:
         # Whoever may not know the text of the tools may not know which they are.
         places = [part.end for part in self.segments if part.kind is SegmentKind.TOOLS]
         tools = self.tools if places and places[-1] <= tokens else None
-        return Sent(self.text[:characters], self.token_ids[:tokens], self.ends[:tokens], parts, tools, self.is_spliced)
+        return Sent(
+            self.text[:characters], self.token_ids[:tokens], self.ends[:tokens], parts, tools, self.is_spliced,
+            self.is_marked,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +258,7 @@ class _Entry:
 
     def add(self, sent: Sent) -> None:
         for known in self.prompts:
-            if known.text == sent.text and known.is_spliced == sent.is_spliced:
+            if (known.text, known.is_spliced, known.is_marked) == (sent.text, sent.is_spliced, sent.is_marked):
                 self.prompts.remove(known)
                 sent = replace(sent, replies=known.replies)
                 break

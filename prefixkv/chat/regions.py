@@ -1,8 +1,9 @@
 """Which characters of a rendered prompt come from what: found by rendering, never by parsing markers.
 
 Two ways. *Anchored*: unique words around every content show where the template put it; what stands between two
-contents is cut where the chat that ends with the first one stops agreeing. *By prefixes*: where anchors change what
-the template renders, each boundary is how far the whole prompt agrees with the render of its first messages.
+contents is cut where the chat that ends with the first one stops agreeing. *By prefixes* (``prefixes.py``): where
+anchors change what the template renders, each boundary is how far the prompt agrees with the render of its first
+messages.
 
 Both keep one promise, on which scopes rest: text labelled with a message, or with anything before it, holds no content
 of a later message. In doubt, text belongs to the later, narrower part.
@@ -10,18 +11,21 @@ of a later message. In doubt, text belongs to the later, narrower part.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prefixkv.chat.labels import Label, Layout, last_user
+from prefixkv.chat.labels import Label, Layout
 from prefixkv.chat.rendering import Anchors, ChatInput, Rendered, common_prefix, common_suffix
 from prefixkv.chat.segment import SegmentKind
 from prefixkv.chat.shapes import Tails
 
-__all__ = ["Anchored", "lay_out_by_prefixes", "lay_out_with_anchors"]
+__all__ = ["Anchored", "lay_out_with_anchors"]
 
 _MOST_TAILS = 1024
+_MOST_EXACT = 4
+"""Boundaries between turns of the history that are looked for by rendering, where no known words tell them."""
 
 
 _STUB_TOOLS = [
@@ -115,8 +119,9 @@ class _Anchored:
         self._prefixes: dict[int, Rendered | None] = {}
         self._tails = tails
         # The same text of the template behind the same roles ends where it ended before.
-        self._setting = (bool(chat.tools), repr(sorted(chat.template_kwargs.items())))
-        self._tools = self._find_tools()
+        self._setting = repr((bool(chat.tools), sorted(chat.template_kwargs.items())))
+        self._exact = _MOST_EXACT
+        self._tools = self._known_tools()
 
     def lay_out(self) -> Layout:
         self._head()
@@ -193,13 +198,12 @@ class _Anchored:
     def _tail(self, span: _Span) -> None:
         """Label what stands behind the last content: the end of its message, messages without text, the header."""
         i, last, end = span.message, len(self._chat.messages) - 1, len(self._text)
-        is_plain = (
-            i == last and span.is_whole and _is_plain(self._chat.messages[i]) and self._chat.add_generation_prompt
-        )
-        key = (self._text[span.end :], self._labels[i].role, "end", *self._setting)
-        if is_plain and key in self._tails:
-            shared, is_complete = self._tails[key]
-            if is_complete:
+        # Behind the text of a message that calls nothing stands the template's own.
+        is_closed = i == last and span.is_whole and "tool_calls" not in self._chat.messages[i]
+        key = self._key("end", self._text[span.end :], self._labels[i].role)
+        if is_closed and self._chat.add_generation_prompt and key in self._tails:
+            shared, is_known = self._tails[key]
+            if is_known:
                 self._add(span.end + shared, _GENERATION)
             return
         cut = self._cut(span, end, i, False)
@@ -210,14 +214,16 @@ class _Anchored:
             is_complete = alone is not None and cut == min(end, common_prefix(self._text, alone.text))
         else:
             is_complete = span.is_whole and alone is not None and 2 * i + 1 in alone.at
-        if is_plain:
-            self._tails[key] = cut - span.end, is_complete
+        if is_closed and self._chat.add_generation_prompt:
+            self._tails[key] = cut - span.end, int(is_complete)
         if self._chat.add_generation_prompt and is_complete:
             self._add(cut, _GENERATION)
 
     def _between(self, start: int, end: int, i: int, following: int) -> int:
         """Label the messages between ``i`` and ``following`` that have no content to anchor; return where they end."""
         for m in range(i + 1, following):
+            if m + 1 < len(self._labels) and self._is_inner(m, m + 1):
+                continue
             alone = self._prefix(m)
             cut = 0 if alone is None else min(end, common_prefix(self._text, alone.text))
             if cut > start:
@@ -236,15 +242,32 @@ class _Anchored:
         if not span.is_whole:
             return start
         gap = self._text[start:end]
-        key = (gap, self._labels[i].role, self._labels[following].role, *self._setting)
+        key = self._key(gap, self._labels[i].role, self._labels[following].role)
         if is_pure and key in self._tails:  # no need to render again
             return start + self._tails[key][0]
+        if not is_pure and self._is_inner(i, following):
+            return start
         alone = self._prefix(i)
         place = None if alone is None else alone.at.get(2 * i + 1)
         shared = 0 if alone is None or place is None else common_prefix(gap, alone.text[place:])
         if is_pure:
-            self._tails[key] = shared, False
+            self._tails[key] = shared, 0
         return start + shared
+
+    def _is_inner(self, i: int, following: int) -> bool:
+        """Return whether a boundary only parts two turns of the history, and enough of those were looked for.
+
+        Each costs a render of all before it. Without, the words between count as the later turn's; scopes are the same.
+        """
+        kinds = {self._labels[i].kind, self._labels[following].kind}
+        if kinds != {SegmentKind.HISTORY}:
+            return False
+        self._exact -= 1
+        return self._exact < 0
+
+    def _key(self, *parts: str | None) -> bytes:
+        """Return a digest of words of the template and of what else decides what they mean; the words are not kept."""
+        return hashlib.blake2b(repr((self._setting, parts)).encode(), digest_size=16).digest()
 
     def _prefix(self, i: int) -> Rendered | None:
         """Return the render of the chat up to message ``i``.
@@ -266,10 +289,27 @@ class _Anchored:
         marked = chat.try_render()
         return None if marked is None else self._anchors.locate(marked)
 
-    def _find_tools(self) -> dict[int, tuple[int, int]]:
-        """Return where tools are rendered: number of the gap -> (start, end). Gap 0 is before the first content."""
+    def _known_tools(self) -> dict[int, tuple[int, int]]:
+        """Return where tools are rendered. The same words before the first turn have them where they had them."""
         if not self._chat.tools:
             return {}
+        starts, ends = _gaps(self._spans, len(self._text))
+        # Behind the system text, or before the first content whatever it is.
+        gaps = (0, 1) if self._labels[0].kind is SegmentKind.SYSTEM and len(self._spans) > 1 else (0,)
+        keys = {gap: self._key("tools", str(gap), self._text[starts[gap] : ends[gap]]) for gap in gaps}
+        for gap, key in keys.items():
+            if key in self._tails:
+                start, end = (starts[gap] + place for place in self._tails[key])
+                self._narrowed.append((start, _TOOLS))
+                return {gap: (start, end)}
+        found = self._find_tools()
+        for gap, (start, end) in found.items():
+            if len(found) == 1 and gap in gaps and self._narrowed == [(start, _TOOLS)]:
+                self._tails[keys[gap]] = start - starts[gap], end - starts[gap]
+        return found
+
+    def _find_tools(self) -> dict[int, tuple[int, int]]:
+        """Return where tools are rendered: number of the gap -> (start, end). Gap 0 is before the first content."""
         bare = self._locate(replace(self._chat, tools=None))
         if bare is None:  # some templates are for tools only: compare with made-up ones
             bare = self._locate(replace(self._chat, tools=_STUB_TOOLS))
@@ -317,54 +357,3 @@ def _gaps(spans: Sequence[_Span], length: int) -> tuple[list[int], list[int]]:
 def _is_plain(message: Mapping[str, Any]) -> bool:
     """Return whether nothing but role and text of a message can be rendered."""
     return set(message) <= {"role", "content"}
-
-
-def lay_out_by_prefixes(
-    chat: ChatInput, labels: Sequence[Label], slots: Sequence[tuple[int, str]], text: str
-) -> Layout:
-    """Return a coarser layout of ``text``, the render of ``chat``, without anchors.
-
-    Args:
-        chat: The chat.
-        labels: Of the messages.
-        slots: (message, name) of every slot; from its message on nothing is shared wider than the slot.
-        text: What the chat renders to.
-    """
-    messages = chat.messages
-    last, user = len(messages) - 1, last_user(messages)
-    wanted = sorted({i for i in (0, (user or 0) - 1, user, last) if i is not None and i >= 0})
-    layout = Layout([(0, labels[wanted[0]])], [], [])
-    ends: dict[int, int] = {}
-    cut = 0
-    for i in wanted:
-        if i == last and not chat.add_generation_prompt:
-            continue
-        alone = chat.prefix(i + 1).try_render()
-        end = 0 if alone is None else common_prefix(text, alone)
-        if end > cut:
-            layout.starts[-1] = (cut, labels[i])
-            cut = ends[i] = end
-            layout.starts.append((cut, labels[min(i + 1, last)]))
-        else:
-            layout.starts[-1] = (cut, labels[min(i + 1, last)])
-    if chat.add_generation_prompt and last in ends:
-        layout.starts[-1] = (cut, _GENERATION)
-    for i, name in slots:
-        begin = max((end for message, end in ends.items() if message < i), default=0)
-        layout.narrowed.append((begin, Label(SegmentKind.SLOT, labels[i].role, i, name)))
-    if slots:
-        layout.warnings.append("the template changes the messages, so slots count from the start of their message")
-    if chat.tools:
-        _overlay_tools(chat, text, layout, ends.get(0, 0) if labels[0].kind is SegmentKind.SYSTEM else 0)
-    return layout
-
-
-def _overlay_tools(chat: ChatInput, text: str, layout: Layout, system_end: int) -> None:
-    """Label the tools inside the system message, and narrow all that follows their start."""
-    bare = replace(chat, tools=None).try_render()
-    start = 0 if bare is None else common_prefix(text, bare)
-    layout.narrowed.append((start, _TOOLS))
-    end = 0 if bare is None else min(system_end, len(text) - common_suffix(text[start:], bare[start:]))
-    if start < end:
-        system = layout.starts[0][1]
-        layout.starts[:1] = [(0, system), (start, _TOOLS), (end, system)]

@@ -45,7 +45,8 @@ def longest_beginning(text: str, prompts: Iterable[Sent], encoder: Encoder, *, s
     """
     best: Beginning | None = None
     for sent in prompts:
-        if sent.is_spliced and not splices:
+        # In marked text control tokens were written as text: its ids are not what plain text encodes to.
+        if sent.is_marked or (sent.is_spliced and not splices):
             continue
         shared = common_prefix(sent.text, text)
         if splices and shared == len(sent.text):

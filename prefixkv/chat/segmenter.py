@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
@@ -13,10 +14,11 @@ from prefixkv.chat.encoding import Encoded, Encoder
 from prefixkv.chat.intake import Intake, take_in
 from prefixkv.chat.labels import Label, Layout
 from prefixkv.chat.messages import check_template_kwargs, check_text, total_characters
+from prefixkv.chat.prefixes import lay_out_by_prefixes
 from prefixkv.chat.probing import with_clock
 from prefixkv.chat.profile import TemplateProfile, recognise
 from prefixkv.chat.recall import Origin, Past, Sent
-from prefixkv.chat.regions import lay_out_by_prefixes, lay_out_with_anchors
+from prefixkv.chat.regions import lay_out_with_anchors
 from prefixkv.chat.rendering import Anchors, ChatInput
 from prefixkv.chat.seen import encode_seen
 from prefixkv.chat.segment import Prompt, Segment, SegmentKind
@@ -150,9 +152,12 @@ class Segmenter:
         layout = self._lay_out(shown, intake, text, is_marked, past.shapes)
         prompt = self._cut(text, encoded, layout, policy, is_marked, "documents" in chat.template_kwargs, intake.turn)
         sent = None
-        if encoded.ends is not None and not is_marked:
-            ids, ends = array("I", encoded.token_ids), array("I", encoded.ends)
-            sent = Sent(text, ids, ends, prompt.segments, intake.tool_digests, is_spliced)
+        if encoded.ends is not None:
+            shown_text, ends = self._encoder.unmarked(text, encoded.ends) if is_marked else (text, encoded.ends)
+            sent = Sent(
+                shown_text, array("I", encoded.token_ids), array("I", ends), prompt.segments, intake.tool_digests,
+                is_spliced=is_spliced, is_marked=is_marked,
+            )  # fmt: skip
         return self._with_origin(prompt, sent, intake, layout, policy, past)
 
     def _with_origin(
@@ -207,24 +212,26 @@ class Segmenter:
 
     def _lay_out(self, shown: ChatInput, intake: Intake, text: str, is_marked: bool, shapes: Shapes) -> Layout:
         filled, labels, tools = intake.filled, intake.labels, intake.tool_digests
+        # What documents say is not the template's own, so nothing is learnt from such a chat.
+        known = None if is_marked or "documents" in shown.template_kwargs else shapes
         setting = (
-            repr(sorted(shown.template_kwargs.items())), shown.add_generation_prompt, shown.continue_final_message,
-            shown.template, shown.in_parts,
+            hashlib.blake2b(repr(sorted(shown.template_kwargs.items())).encode(), digest_size=16).digest(),
+            shown.add_generation_prompt, shown.continue_final_message, shown.template, shown.in_parts,
         )  # fmt: skip
-        if not is_marked:
-            layout = shapes.lay_out(setting, tools, filled.messages, labels, filled.spans, text)
+        if known is not None:
+            layout = known.lay_out(setting, tools, filled.messages, labels, filled.spans, text)
             if layout is not None:
                 return layout
         anchors = Anchors(filled.messages, filled.spans)
         placed = self._encoder.mark(anchors.messages) if is_marked else anchors.messages
         chat = replace(shown, messages=placed)
-        found = lay_out_with_anchors(chat, labels, anchors, text, {} if is_marked else shapes.tails)
+        found = lay_out_with_anchors(chat, labels, anchors, text, {} if known is None else known.tails)
         if found is None:
             slots = [(i, span.name) for i, spans in enumerate(filled.spans) for span in spans]
             slots += [(i, label.name) for i, label in enumerate(labels) if label.name is not None]
             return lay_out_by_prefixes(shown, labels, slots, text)
-        if not is_marked:
-            shapes.learn(setting, tools, filled.messages, labels, filled.spans, found.layout, found.places, text)
+        if known is not None:
+            known.learn(setting, tools, filled.messages, labels, filled.spans, found.layout, found.places, text)
         return found.layout
 
     def _cut(

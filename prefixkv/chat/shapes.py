@@ -20,9 +20,9 @@ __all__ = ["Shapes", "Tails"]
 _MOST_HEADS, _LONGEST_HEAD = 4, 2**16
 _MOST_GAPS = 512
 
-Tails = dict[tuple[object, ...], tuple[int, bool]]
-"""Text of the template's own behind a content, and what else decides it, to where the message ends in it and whether a
-generation prompt follows."""
+Tails = dict[bytes, tuple[int, int]]
+"""Digest of words of the template, and of what else decides what they mean, to two places in them: where a message ends
+and whether a generation prompt follows, or where the tools start and end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from prefixkv.chat.causes import HINTS
@@ -389,3 +390,28 @@ def test_raw_text_that_changed_is_only_that() -> None:
 def test_every_hint_says_something_and_ends_without_a_full_stop() -> None:
     """They go into one line of a report."""
     assert all(hint and "\n" not in hint and not hint.endswith(".") for hint in HINTS.values())
+
+
+@pytest.mark.data
+def test_left_out_reasoning_is_named_where_its_marks_are_tokens_of_the_model(data_dir: Path) -> None:
+    """As in the published tokenizers of Qwen 3: a history that spells them is encoded another way."""
+    tokenizer = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / "qwen2")
+    template = data_dir / "templates" / "llama.cpp" / "Qwen-Qwen3-0.6B.jinja"
+    tokenizer.chat_template = template.read_text(encoding="utf-8")
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
+    segmenter, recall, who = Segmenter(tokenizer), Recall(), Principal("acme", user="u", session="s")
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "2+2?"}]
+    first = segmenter.segment(messages, policy=TenantPolicy(), past=recall.past(who))
+    assert first.origin is not None
+    assert first.origin.sent is not None
+    reply = "<think>\nsum\n</think>\n\n4"
+    ids = tuple(tokenizer.encode(reply, add_special_tokens=False))
+    recall.remember(who, first.origin.sent, {})
+    recall.add_reply(who, first.origin.sent.text, Reply(reply, ids))
+    messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "3+3?"}]
+    second = segmenter.segment(messages, policy=TenantPolicy(), past=recall.past(who))
+    stored = [*first.token_ids, *ids]
+    cached = next(i for i, pair in enumerate(zip(stored, second.token_ids, strict=False)) if pair[0] != pair[1])
+    miss = build_report(second, cached, diverged=True).miss
+    assert miss is not None
+    assert miss.code == "reasoning_stripped"
