@@ -9,17 +9,14 @@ the chunk and the chunk itself apart.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
 from prefixkv.attention.base import AttentionMetadata, AttentionSpec
-from prefixkv.cache.spec import KV_LAYOUTS
 from prefixkv.errors import IntegrityError
-from prefixkv.kv.formats import TORCH_DTYPES
 from prefixkv.kv.storage import KVStorage
-from prefixkv.kv.views import layer_view
+from prefixkv.kv.views import layer_view, refuse_kernels
 
 if TYPE_CHECKING:
     from prefixkv.attention.cpu_chunk import Flash
@@ -35,26 +32,7 @@ class NumbaBackend:
 
     def supports(self, spec: AttentionSpec) -> str | None:
         """Return None if the kernels can run the model here, else the reason why not."""
-        if spec.device_type != "cpu":
-            return f"runs on a CPU only, the model is on {spec.device_type}"
-        if find_spec("numba") is None:
-            return "numba is not installed: pip install prefixkv[cpu]"
-        try:
-            from prefixkv.kernels.numba_build import choose_threading_layer
-            from prefixkv.kernels.numba_layout import MODES, refuse_layout
-            from prefixkv.kernels.readiness import refusal
-        except ImportError as error:
-            return f"numba cannot be imported ({error})"
-        computed = TORCH_DTYPES[spec.cache.dtype]
-        stored = {8: torch.int8, 4: torch.uint8}
-        for kv_format in {spec.cache.kv_format, *(head.kv_format for head in spec.cache.raised)}:
-            key, value = KV_LAYOUTS[kv_format]
-            modes = [MODES[stored[row.bits] if row.bits else computed] for row in (key, value)]
-            for layer in spec.cache.layers:
-                reason = refuse_layout(layer.key_dim, layer.value_dim, modes, key.group_size(layer.key_dim))
-                if reason is not None:
-                    return reason
-        return choose_threading_layer() or refusal()
+        return refuse_kernels(spec.cache, spec.device_type)
 
     def forward(
         self,

@@ -6,13 +6,12 @@ Both leave the same bits, except that turning a row rounds differently; the torc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from prefixkv.cache.spec import KV_LAYOUTS
-from prefixkv.kv.views import layer_view
+from prefixkv.kv.views import layer_view, refuse_kernels
 
 if TYPE_CHECKING:
     from prefixkv.kv.storage import KVStorage
@@ -107,12 +106,5 @@ class NumbaWriter:
 
 def choose_writer(storage: KVStorage) -> RowWriter:
     """Return the fastest writer that can run here; changes nothing."""
-    if storage.device.type == "cpu" and find_spec("numba") is not None:
-        try:
-            from prefixkv.kernels.numba_build import choose_threading_layer
-            from prefixkv.kernels.readiness import refusal
-        except ImportError:
-            return TorchWriter(storage)
-        if (choose_threading_layer() or refusal()) is None:
-            return NumbaWriter(storage)
-    return TorchWriter(storage)
+    refused = refuse_kernels(storage.spec, storage.device.type) is not None
+    return TorchWriter(storage) if refused else NumbaWriter(storage)

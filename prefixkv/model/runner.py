@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from prefixkv.attention.base import AttentionBackend
+from prefixkv.attention.cpu import NumbaBackend
 from prefixkv.attention.select import BackendChoice, prepare_backends, select_backend
 from prefixkv.cache.spec import KVCacheSpec
 from prefixkv.config import CacheConfig
@@ -213,8 +214,11 @@ class ModelRunner:
             self.decoder_refusal = str(error)
 
     def _use_kernels(self, proof: _Proof) -> None:
-        """Let compiled kernels run the fused decoder's small steps, if they are ready and pass the self-test."""
-        if self._fused is None or readiness.refusal() is not None:
+        """Let compiled kernels run the fused decoder's small steps, if they attend and pass the self-test."""
+        if self._fused is None:
+            return
+        if self.backend != NumbaBackend.name:  # what refuses attention by kernels refuses steps by kernels
+            self.step_refusal = self.refusals.get(NumbaBackend.name, "attention does not run by kernels")
             return
         self.step_refusal = self._fused.use_kernels()
         if self.step_refusal is None:

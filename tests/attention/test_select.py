@@ -45,7 +45,7 @@ def test_no_backend_is_an_error_that_lists_every_reason() -> None:
 
 def test_without_numba_the_torch_backend_serves_and_the_reason_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra is optional, and a reader learns how to get it."""
-    monkeypatch.setattr("prefixkv.attention.cpu.find_spec", lambda name: None)
+    monkeypatch.setattr("prefixkv.kv.views.find_spec", lambda name: None)
     choice = select_backend(SPEC)
     assert choice.backend.name == "torch"
     assert choice.refusals == {"numba": "numba is not installed: pip install prefixkv[cpu]"}

@@ -147,6 +147,29 @@ def test_other_dtypes_stay_with_torch() -> None:
     assert "bfloat16" in str(runner.step_refusal)
 
 
+@pytest.mark.parametrize("kv_format", ["model", "int8"])
+def test_heads_too_large_for_the_kernels_are_computed_by_torch(kv_format: str) -> None:
+    """What refuses attention by kernels refuses steps by kernels: they share its room."""
+    model = tiny_model("llama", **{**WIDE, "head_dim": 1024}).to(torch.bfloat16)
+    cache = CacheConfig(memory="16MiB", block_size=16, kv_format=kv_format)
+    runner = ModelRunner.build(wrap(model, byte_tokenizer()), cache)
+    assert (runner.backend, runner.decoder) == ("torch", "fused")
+    assert runner.step_refusal == runner.refusals["numba"]
+    assert "the most is 512" in runner.step_refusal
+    runner.close()
+
+
+def test_no_kernel_is_called_on_a_threading_layer_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``workqueue`` two engines that call kernels at once end the process."""
+    import numba
+
+    monkeypatch.setattr(numba.config, "THREADING_LAYER", "workqueue")
+    runner = runner_of("llama")
+    assert (runner.backend, runner.decoder) == ("torch", "fused")
+    assert "workqueue" in str(runner.step_refusal)
+    runner.close()
+
+
 @needs_amx
 def test_the_demo_models_steps_are_compiled() -> None:
     loaded = demo_loaded()
