@@ -20,7 +20,7 @@ from prefixkv.config import parse_memory
 from prefixkv.errors import ConfigError
 from prefixkv.kv.formats import TORCH_DTYPES, KVFormat, RowCodec, get_format
 from prefixkv.kv.pages import available_memory, commit_pages, zeros
-from prefixkv.kv.writer import choose_writer
+from prefixkv.kv.writer import TorchWriter, choose_writer
 
 __all__ = ["KVStorage", "LayerStorage", "RaisedPart", "plan_num_blocks"]
 
@@ -117,6 +117,12 @@ class KVStorage:
         self._writer = choose_writer(self)
         for part in self.raised:
             part.storage.choose_writer()
+
+    def keep_torch_writer(self) -> None:
+        """Have the rows written by torch from now on: kernels turned out not to work."""
+        self._writer = TorchWriter(self)
+        for part in self.raised:
+            part.storage.keep_torch_writer()
 
     def _raised_part(self, kv_format: str) -> RaisedPart:
         named = [(one.layer, one.kv_head) for one in self.spec.raised if one.kv_format == kv_format]

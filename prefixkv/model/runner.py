@@ -220,16 +220,16 @@ class ModelRunner:
         if self.backend != NumbaBackend.name:  # what refuses attention by kernels refuses steps by kernels
             self.step_refusal = self.refusals.get(NumbaBackend.name, "attention does not run by kernels")
             return
-        self.step_refusal = self._fused.use_kernels()
-        if self.step_refusal is None:
-            try:
+        try:
+            self.step_refusal = self._fused.use_kernels()
+            if self.step_refusal is None:
                 self._self_test(*proof)
-            except UnsupportedModel as error:
-                self._fused.use_torch()
-                self.step_refusal = str(error)
+        except Exception as error:  # whatever it is, torch runs the steps as well
+            self._fused.use_torch()
+            self.step_refusal = _what(error)
 
     def _change_backend(self) -> None:
-        """Take the backend that has become ready, if it passes the self-test."""
+        """Take the backend that has become ready, if it passes the self-test; whatever happens, one serves on."""
         self._awaits_backend = False
         proof, self._proof = self._proof, None
         choice, former = select_backend(self._shape.attention_spec(self.spec, self.storage.device.type)), self._backend
@@ -240,10 +240,13 @@ class ModelRunner:
         try:
             self.self_test_error = self._self_test(*proof)
             self.storage.choose_writer()
-            self._use_kernels(proof)
-        except UnsupportedModel as error:
+        except Exception as error:
             self._backend, self.backend = former, former.name
-            self.refusals = {choice.backend.name: str(error)}
+            self.refusals = {choice.backend.name: _what(error)}
+            self.storage.keep_torch_writer()
+            logger.warning("attention stays with %s: %s", former.name, _what(error))
+            return
+        self._use_kernels(proof)
         logger.info("attention from now on: %s", self.backend)
 
     def _self_test(self, prompts: list[list[int]], want: torch.Tensor) -> float:
@@ -297,6 +300,11 @@ class ModelRunner:
                 rows[i].append(logits[row : row + e - s])
                 row += e - s
         return [torch.cat(parts) for parts in rows]
+
+
+def _what(error: Exception) -> str:
+    """Return why something is refused, from what it raised."""
+    return str(error) if isinstance(error, UnsupportedModel) else f"self-test failed: {type(error).__name__}: {error}"
 
 
 def _allocate(

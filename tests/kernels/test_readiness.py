@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,31 @@ def test_kernels_that_fail_the_self_test_are_not_taken(not_compiled: None, monke
     torch.testing.assert_close(_logits(runner, 0), want)
     assert runner.backend == "torch"
     assert "self-test failed" in runner.refusals["numba"]
+    runner.close()
+
+
+@pytest.mark.parametrize("broken", [(ModelRunner, "_self_test"), (KVStorage, "choose_writer")])
+def test_kernels_that_raise_when_they_arrive_are_not_taken(
+    not_compiled: None, monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str]
+) -> None:
+    """Whatever they raise, and wherever: the request that met them is served, and so are those behind it."""
+
+    def fail(*args: object) -> float:
+        raise MemoryError("no room")
+
+    compiled = threading.Event()
+    monkeypatch.setattr(readiness.subprocess, "run", lambda *args, **options: compiled.wait())
+    runner = _runner()
+    want = _logits(runner, 0)
+    compiled.set()
+    _wait()
+    with monkeypatch.context() as broken_now:
+        broken_now.setattr(*broken, fail)
+        assert torch.equal(_logits(runner, 0), want)
+    assert torch.equal(_logits(runner, 0), want)
+    assert (runner.backend, runner.refusals) == ("torch", {"numba": "self-test failed: MemoryError: no room"})
+    assert runner.decoder == "fused"
+    assert isinstance(runner.storage._writer, TorchWriter)
     runner.close()
 
 

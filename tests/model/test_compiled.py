@@ -14,6 +14,7 @@ from prefixkv.kernels.numba_amx import refuse_amx
 from prefixkv.kernels.numba_layer import LayerWeights, StepRoom
 from prefixkv.kernels.numba_step import run_head
 from prefixkv.model.batch import Chunk
+from prefixkv.model.compiled import CompiledLayers
 from prefixkv.model.load import wrap
 from prefixkv.model.runner import ModelRunner
 from tests.support import byte_tokenizer, demo_loaded, random_ids, tiny_model
@@ -167,6 +168,21 @@ def test_no_kernel_is_called_on_a_threading_layer_that_was_refused(monkeypatch: 
     runner = runner_of("llama")
     assert (runner.backend, runner.decoder) == ("torch", "fused")
     assert "workqueue" in str(runner.step_refusal)
+    runner.close()
+
+
+@needs_amx
+def test_steps_that_raise_in_the_self_test_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they raise, the model is served."""
+
+    def fail(*args: object) -> torch.Tensor:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(CompiledLayers, "forward", fail)
+    runner = runner_of("llama")
+    assert (runner.backend, runner.decoder) == ("numba", "fused")
+    assert runner.step_refusal == "self-test failed: MemoryError: no room"
+    assert runner.execute([Chunk([5], 0, [0], True)]).isfinite().all()
     runner.close()
 
 
