@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from prefixkv.attention.base import AttentionBackend, AttentionSpec
 from prefixkv.attention.cpu import NumbaBackend
 from prefixkv.attention.torch_ref import TorchBackend
 from prefixkv.errors import UnsupportedModel
+from prefixkv.kernels.readiness import prepare
 
 __all__ = ["BackendChoice", "prepare_backends", "select_backend"]
 
@@ -30,11 +29,8 @@ class BackendChoice:
 
 def prepare_backends(device_type: str) -> None:
     """Let what has to be compiled on this machine be loaded, or begin to compile it in the background."""
-    if device_type == "cpu" and find_spec("numba") is not None:
-        with contextlib.suppress(ImportError):  # selecting says so
-            from prefixkv.kernels.readiness import prepare
-
-            prepare()
+    if device_type == "cpu":
+        prepare()
 
 
 def select_backend(spec: AttentionSpec, candidates: Sequence[AttentionBackend] | None = None) -> BackendChoice:

@@ -39,16 +39,18 @@ def is_waiting() -> bool:
 def prepare() -> None:
     """Load the kernels if they are compiled, else begin to compile them in the background; returns at once then.
 
-    Where no other Python can be started, or nothing can be kept on disk, they are compiled now.
-
-    Raises:
-        ImportError: If numba cannot be imported.
+    Where no other Python can be started, or nothing can be kept on disk, they are compiled now. If numba is missing or
+    broken, :func:`refusal` says so from then on.
     """
     global _background, _refusal
     with _lock:
         if _refusal is None or _background is not None:
             return
-        marker = _marker()
+        try:
+            marker = _marker()
+        except Exception as error:  # a broken one raises anything: OSError, AttributeError
+            _refusal = f"numba cannot be used here ({type(error).__name__}: {error})"
+            return
         if marker is None or marker.exists() or not _can_start_python():
             try:
                 _load(marker)
@@ -67,9 +69,12 @@ def compile_now() -> Path | None:
         The folder that keeps the code, or None if it is kept nowhere.
 
     Raises:
-        ImportError: If numba cannot be imported.
+        ImportError: If numba cannot be used; whatever it raised itself is the cause.
     """
-    marker = _marker()
+    try:
+        marker = _marker()
+    except Exception as error:
+        raise ImportError(f"{type(error).__name__}: {error}") from error
     with _lock:
         _load(marker)
     return None if marker is None else marker.parent
@@ -114,6 +119,8 @@ def _marker() -> Path | None:
     from prefixkv.kernels import numba_store
     from prefixkv.kernels.numba_build import sources_digest
 
+    if numba.config.DISABLE_JIT:
+        raise ImportError("NUMBA_DISABLE_JIT is set")
     folder = numba_store.cache_folder()
     if folder is None:
         return None

@@ -24,14 +24,14 @@ def refuse_kernels(spec: KVCacheSpec, device_type: str) -> str | None:
     """
     if device_type != "cpu":
         return f"runs on a CPU only, the model is on {device_type}"
-    if find_spec("numba") is None:
-        return "numba is not installed: pip install prefixkv[cpu]"
     try:
+        if find_spec("numba") is None:
+            return "numba is not installed: pip install prefixkv[cpu]"
         from prefixkv.kernels.numba_build import choose_threading_layer
         from prefixkv.kernels.numba_layout import MODES, refuse_layout
         from prefixkv.kernels.readiness import refusal
-    except ImportError as error:
-        return f"numba cannot be imported ({error})"
+    except Exception as error:  # a broken one raises anything: OSError, AttributeError
+        return f"numba cannot be imported ({type(error).__name__}: {error})"
     computed = TORCH_DTYPES[spec.dtype]
     stored = {8: torch.int8, 4: torch.uint8}
     for kv_format in {spec.kv_format, *(head.kv_format for head in spec.raised)}:

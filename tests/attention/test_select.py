@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +60,32 @@ def test_a_broken_numba_is_a_reason_and_not_an_error(monkeypatch: pytest.MonkeyP
     choice = select_backend(SPEC)
     assert choice.backend.name == "torch"
     assert "cannot be imported" in choice.refusals["numba"]
+
+
+_BROKEN = """
+import sys, types
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "numba":
+            raise {error}
+if "{error}":
+    sys.meta_path.insert(0, Finder())
+from prefixkv.attention.select import prepare_backends, select_backend
+from prefixkv.kv.storage import KVStorage
+from tests.attention.test_select import SPEC
+prepare_backends("cpu")
+choice = select_backend(SPEC)
+print(choice.backend.name, type(KVStorage(SPEC.cache, 1, "cpu")._writer).__name__, choice.refusals["numba"])
+"""
+
+
+@pytest.mark.parametrize("error", ["", "OSError('no libgomp')", "AttributeError('no core')", "ImportError('blocked')"])
+def test_whatever_an_installed_numba_raises_is_a_reason(repo_root: Path, error: str) -> None:
+    """A library it cannot load, a numpy it does not fit, or NUMBA_DISABLE_JIT, which leaves functions as they are."""
+    pytest.importorskip("numba", reason="the extra `cpu` is not installed")
+    setting = {} if error else {"NUMBA_DISABLE_JIT": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(repo_root), **setting}
+    command = [sys.executable, "-c", _BROKEN.format(error=error)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("torch TorchWriter numba cannot be "), done.stderr
+    assert (error[:7] or "NUMBA_DISABLE_JIT") in done.stdout

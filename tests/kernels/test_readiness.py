@@ -135,6 +135,17 @@ def test_kernels_that_raise_when_they_arrive_are_not_taken(
     runner.close()
 
 
+def test_kernels_that_cannot_be_had_say_why_they_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command promises one kind of error."""
+
+    def fail() -> None:
+        raise OSError("no libgomp")
+
+    monkeypatch.setattr(readiness, "_marker", fail)
+    with pytest.raises(ImportError, match="OSError: no libgomp"):
+        readiness.compile_now()
+
+
 def test_inside_another_program_they_are_compiled_at_once(not_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """There ``sys.executable`` is that program: starting it would be anything but a compiler."""
     monkeypatch.setattr(sys, "executable", "/usr/bin/uwsgi")
