@@ -8,6 +8,7 @@ the kernels is told so and uses something else.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import subprocess
@@ -20,6 +21,8 @@ from pathlib import Path
 import torch
 
 __all__ = ["compile_now", "is_waiting", "prepare", "refusal"]
+
+logger = logging.getLogger("prefixkv.kernels")
 
 _lock = threading.Lock()
 _background: threading.Thread | None = None
@@ -51,12 +54,18 @@ def prepare() -> None:
         except Exception as error:  # a broken one raises anything: OSError, AttributeError
             _refusal = f"numba cannot be used here ({type(error).__name__}: {error})"
             return
-        if marker is None or marker.exists() or not _can_start_python():
+        if marker is None or not _can_start_python():
+            try:
+                _load_whole(marker)
+            except Exception as error:
+                _refusal = _failed(error)
+            return
+        if marker.exists():
             try:
                 _load(marker)
+                return
             except Exception as error:
-                _refusal = f"its kernels cannot be compiled here ({error})"
-            return
+                _report_damage(marker, error)
         _refusal = "its kernels are being compiled, once on this machine"
         _background = threading.Thread(target=_compile_elsewhere, name="prefixkv-kernels", daemon=True)
         _background.start()
@@ -76,8 +85,50 @@ def compile_now() -> Path | None:
     except Exception as error:
         raise ImportError(f"{type(error).__name__}: {error}") from error
     with _lock:
-        _load(marker)
+        _load_whole(marker)
     return None if marker is None else marker.parent
+
+
+def _load_whole(marker: Path | None) -> None:
+    """Load the kernels; if what is kept of them cannot be read, delete it and compile once more."""
+    try:
+        _load(marker)
+    except Exception as error:
+        if marker is None or not _kept(marker):
+            raise
+        _report_damage(marker, error)
+        _forget(marker)
+        _load(marker)
+
+
+def _kept(marker: Path) -> list[Path]:
+    """Return the files of compiled kernels, and the marker first if it exists."""
+    return [*marker.parent.glob(marker.name), *marker.parent.glob("numba_*.nb[ci]")]
+
+
+def _report_damage(marker: Path, error: Exception) -> None:
+    what = f"{type(error).__name__}: {error}"
+    logger.warning("the compiled kernels in %s cannot be read (%s): compiling them again", marker.parent, what)
+
+
+def _forget(marker: Path) -> None:
+    """Delete what is kept.
+
+    Raises:
+        OSError: If it cannot be deleted; names the folder, for somebody else to delete.
+    """
+    try:
+        with _alone(marker):
+            for path in _kept(marker):
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(f"what was compiled earlier is damaged; delete the folder {marker.parent}: {error}") from error
+
+
+def _failed(error: Exception) -> str:
+    said = getattr(error, "stderr", None) or b""
+    last = said.decode(errors="replace").strip().rpartition("\n")[2]
+    return f"its kernels cannot be compiled here ({last or error})"
 
 
 def _load(marker: Path | None) -> None:
@@ -106,9 +157,7 @@ def _compile_elsewhere() -> None:
         )
         _load(_marker())
     except Exception as error:  # whatever it is, the engine serves on without kernels
-        said = getattr(error, "stderr", None) or b""
-        last = said.decode(errors="replace").strip().rpartition("\n")[2]
-        _refusal = f"its kernels cannot be compiled here ({last or error})"
+        _refusal = _failed(error)
 
 
 def _marker() -> Path | None:

@@ -165,6 +165,98 @@ def test_a_disk_that_cannot_be_written_keeps_nothing(monkeypatch: pytest.MonkeyP
     assert readiness.refusal() is None
 
 
+@pytest.fixture
+def damaged(not_compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder that is marked as ready and holds a file that cannot be read; kernels are whole files there."""
+    kept = tmp_path / "numba_kernel.1.nbc"
+
+    def call_all() -> None:
+        if not kept.exists():
+            kept.write_bytes(b"whole")
+        if kept.read_bytes() != b"whole":
+            raise EOFError("Ran out of input")
+
+    monkeypatch.setattr(readiness, "_call_all", call_all)
+    monkeypatch.setattr(
+        readiness.subprocess, "run", lambda *args, **options: readiness._load_whole(tmp_path / "ready-0")
+    )
+    kept.write_bytes(b"half")
+    (tmp_path / "ready-0").touch()
+    return kept
+
+
+def test_a_damaged_file_is_compiled_again(damaged: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the background, as whatever has to be compiled; the next process finds it whole."""
+    readiness.prepare()
+    _wait()
+    assert readiness.refusal() is None
+    assert (damaged.read_bytes(), damaged.with_name("ready-0").exists()) == (b"whole", True)
+    assert f"in {damaged.parent} cannot be read (EOFError: Ran out of input)" in caplog.text
+
+
+def test_the_command_compiles_a_damaged_file_again(damaged: Path) -> None:
+    readiness.compile_now()
+    assert (damaged.read_bytes(), damaged.with_name("ready-0").exists()) == (b"whole", True)
+
+
+def test_damage_that_cannot_be_deleted_names_the_folder(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else may delete it; until then torch serves."""
+
+    def fail(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    readiness.prepare()
+    _wait()
+    assert f"delete the folder {damaged.parent}: not yours" in str(readiness.refusal())
+
+
+def test_what_cannot_be_compiled_is_tried_once_again_and_not_for_ever(
+    damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def fail() -> None:
+        tries.append(1)
+        raise ValueError("no such instruction")
+
+    monkeypatch.setattr(readiness, "_call_all", fail)
+    with pytest.raises(ValueError, match="no such instruction"):
+        readiness.compile_now()
+    assert len(tries) == 2
+
+
+_REPAIR = """
+from pathlib import Path
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+from prefixkv.kernels import numba_store, readiness
+marker = readiness._marker()
+readiness._call_all = lambda: numba_store.copy_rows(numba_store.describe_tensors([]).reshape(0, 4), 0, 0, 1)
+readiness.compile_now()
+if len(sys.argv) > 1:
+    for path in marker.parent.glob(sys.argv[1]):
+        path.write_bytes(path.read_bytes()[:40])
+print(sum(numba_store._copy_rows.stats.cache_misses.values()), marker.exists())
+"""
+
+
+@pytest.mark.parametrize("ending", ["*.nbc", "*.nbi"])
+def test_whatever_of_numbas_files_is_cut_short_is_compiled_again(tmp_path: Path, repo_root: Path, ending: str) -> None:
+    """The real files of the smallest kernel."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(repo_root)}
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-c", _REPAIR, *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert run(ending).split() == ["1", "True"]
+    said = run()
+    assert "cannot be read" in said
+    assert said.split()[-1] == "True"
+    assert run().split() == ["0", "True"]
+
+
 _LOAD = """
 from prefixkv.kernels import readiness, numba_attend, numba_gather, numba_store
 folder = readiness.compile_now()
