@@ -76,8 +76,9 @@ class PoolCalibration:
         try:
             with Path(name).expanduser().open("rb") as file:
                 raw = file.read(_MOST_BYTES + 1)
-        except OSError as error:
-            raise ConfigError(f"CacheConfig.calibration={name!r}: cannot be read ({error.strerror}); {_HINT}") from None
+        except (OSError, RuntimeError, ValueError) as error:  # the last two: a user or a name that cannot be
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"CacheConfig.calibration={name!r}: cannot be read ({reason}); {_HINT}") from None
         if len(raw) > _MOST_BYTES:
             raise ConfigError(f"CacheConfig.calibration={name!r}: is larger than {_MOST_BYTES} bytes; {_HINT}")
         try:

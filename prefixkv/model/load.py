@@ -6,11 +6,11 @@ import hashlib
 import importlib.util
 import json
 import os
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from prefixkv.errors import ConfigError
+from prefixkv.errors import ConfigError, UnsupportedModel
 from prefixkv.kv.formats import TORCH_DTYPES
 from prefixkv.model.gguf import read_llama
 from prefixkv.model.inspect import max_context_tokens
@@ -85,7 +85,7 @@ def load(
     progress(f"loading {name}")
     with _quiet_transformers():
         if name == DEMO or name.endswith(".gguf"):
-            path = demo_file() if name == DEMO else Path(name).expanduser()
+            path = demo_file() if name == DEMO else _expanded(name)
             model, tokenizer = _load_gguf(path, TORCH_DTYPES["bfloat16" if dtype == "auto" else dtype], progress)
         else:
             model, tokenizer = _load_pretrained(name, dtype, progress)
@@ -112,7 +112,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         where, hint = _locate(name, "the folder must hold the tokenizer's files")
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(where)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except Exception as error:  # damaged files make their readers raise anything
             raise ConfigError(f"model={name!r}: has no tokenizer to load ({_reason(error)}); {hint}") from error
         return tokenizer
 
@@ -122,12 +122,15 @@ def wrap(hf_model: Any, hf_tokenizer: Any) -> LoadedModel:
 
     Raises:
         ConfigError: If they are not a transformers model and tokenizer.
+        UnsupportedModel: If weights are on the meta device, which means nowhere.
     """
     model = hf_model.get_base_model() if hasattr(hf_model, "get_base_model") else hf_model  # a PEFT wrapper
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"model: expected a transformers model, got {type(hf_model).__name__}")
     if not isinstance(hf_tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"tokenizer: expected a transformers tokenizer, got {type(hf_tokenizer).__name__}")
+    if any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers())):
+        raise UnsupportedModel("its weights lie on meta, which means nowhere; load them onto one device")
     model.train(False)
     text = model.config.get_text_config(decoder=True)
     return LoadedModel(
@@ -193,14 +196,14 @@ def _load_gguf(
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=path.name)
     except ImportError as error:
         raise ConfigError(f"model={str(path)!r}: reading GGUF needs: pip install gguf accelerate ({error})") from error
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        raise ConfigError(f"model={str(path)!r}: cannot be read as a GGUF model ({error})") from error
+    except Exception as error:  # a damaged file makes its readers raise anything
+        raise ConfigError(f"model={str(path)!r}: cannot be read as a GGUF model ({_reason(error)})") from error
     progress(f"tokenizer and weights read ({time.monotonic() - started:.1f} s)")
     return model, tokenizer
 
 
 def _gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    path = demo_file() if name == DEMO else Path(name).expanduser()
+    path = demo_file() if name == DEMO else _expanded(name)
     if not path.is_file():
         raise ConfigError(f"model={str(path)!r}: there is no such file")
     # What kind of model the demo's file holds is known, so its configuration need not be read, which takes seconds.
@@ -209,8 +212,8 @@ def _gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = reader.from_pretrained(str(path.parent), gguf_file=path.name)
     except ImportError as error:
         raise ConfigError(f"model={str(path)!r}: reading GGUF needs: pip install gguf accelerate ({error})") from error
-    except (OSError, ValueError, KeyError, NotImplementedError, struct.error) as error:
-        raise ConfigError(f"model={str(path)!r}: has no tokenizer that can be read ({error})") from error
+    except Exception as error:
+        raise ConfigError(f"model={str(path)!r}: has no tokenizer that can be read ({_reason(error)})") from error
     return tokenizer
 
 
@@ -224,7 +227,7 @@ def _load_pretrained(
         tokenizer = AutoTokenizer.from_pretrained(where)
         progress(f"tokenizer read ({time.monotonic() - started:.1f} s)")
         model = AutoModelForCausalLM.from_pretrained(where, dtype=wanted)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # as above
         raise ConfigError(f"model={name!r}: cannot be loaded ({_reason(error)}); {hint}") from error
     progress(f"weights read ({time.monotonic() - started:.1f} s)")
     return model, tokenizer
@@ -233,15 +236,30 @@ def _load_pretrained(
 def _locate(name: str, folder_hint: str) -> tuple[str, str]:
     """Return the folder or hub id that a name means, and what to say where nothing can be loaded from there."""
     looks_local = os.path.isdir(name) or name.startswith((".", "/", "~")) or name.count("/") > 1
-    where = str(Path(name).expanduser()) if looks_local else name
+    where = str(_expanded(name)) if looks_local else name
     if looks_local and not os.path.isdir(where):
         raise ConfigError(f"model={name!r}: there is no such folder")
     hub_hint = 'check the hub id and the connection, or give "demo", a .gguf file or a local folder'
     return where, folder_hint if looks_local else hub_hint
 
 
+def _expanded(name: str) -> Path:
+    """Return the path with ``~`` replaced.
+
+    Raises:
+        ConfigError: If there is no such user.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"model={name!r}: {error}") from None
+
+
 def _reason(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    said = str(error).strip().partition("\n")[0]
+    if said and isinstance(error, OSError | ValueError | ImportError):
+        return said
+    return f"{type(error).__name__}: {said}".rstrip(": ")  # others say little without their name
 
 
 @contextmanager

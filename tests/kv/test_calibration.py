@@ -94,6 +94,9 @@ def test_a_file_that_is_absent_or_too_large_is_refused(tmp_path: Path, monkeypat
         PoolCalibration.read(tmp_path / "absent.json")
     with pytest.raises(ConfigError, match="cannot be read"):
         PoolCalibration.read(tmp_path)
+    for name in ("~no-such-user/x.json", "a\0b"):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            PoolCalibration.read(name)
     monkeypatch.setattr("prefixkv.kv.calibration._MOST_BYTES", 100)
     with pytest.raises(ConfigError, match="larger than 100 bytes"):
         PoolCalibration.read(written(tmp_path, MADE.to_json()))

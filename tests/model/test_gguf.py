@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM
 
+from prefixkv.errors import ConfigError
 from prefixkv.model.gguf import read_llama
+from prefixkv.model.load import load, load_tokenizer
 
 HIDDEN, HEADS, KV_HEADS, FFN, LAYERS, VOCAB = 64, 4, 2, 96, 2, 40
 
@@ -113,3 +115,17 @@ def test_a_file_that_ends_too_soon_is_not_half_read(tmp_path: Path) -> None:
     path.write_bytes(whole[:-5000])
     with pytest.raises(ValueError):
         read_llama(path, torch.float32)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.1, 0.5, 0.9])
+def test_a_file_cut_short_is_refused_wherever_it_ends(tmp_path: Path, share: float) -> None:
+    """A download that broke off. Its readers raise whatever they stumble over."""
+    path = tmp_path / "tiny.gguf"
+    write(path)
+    raw = path.read_bytes()
+    path.write_bytes(raw[: int(len(raw) * share)])
+    with pytest.raises(ConfigError, match="cannot be read as a GGUF model"):
+        load(str(path))
+    if share < 0.5:
+        with pytest.raises(ConfigError, match="has no tokenizer that can be read"):
+            load_tokenizer(str(path))

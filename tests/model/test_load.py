@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from prefixkv.engine.engine import Engine
-from prefixkv.errors import ConfigError
+from prefixkv.errors import ConfigError, UnsupportedModel
 from prefixkv.model.load import demo_file, load, wrap
 from tests.support import byte_tokenizer, demo_loaded, tiny_model
 
@@ -57,6 +58,10 @@ def test_what_is_no_name_is_refused_before_anybody_is_asked_for_it() -> None:
         ("./no/such/folder", "no such folder"),
         ("~/no-such-model-folder", "no such folder"),
         ("missing.gguf", "no such file"),
+        ("~no-such-user/model.gguf", "home directory"),
+        ("~no-such-user/model", "home directory"),
+        ("./a\0b", "no such folder"),
+        ("a\0b.gguf", "no such file"),
         ("no-such-owner/no-such-model", "hub id"),
     ],
 )
@@ -153,3 +158,22 @@ def test_the_demo_is_what_transformers_would_load() -> None:
     assert loaded.max_context == 8192
     assert loaded.vocab_size == 49152
     assert loaded.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_folder_with_a_file_cut_short_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
+    """A download that broke off. Its readers raise whatever they stumble over."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    raw = (copy / name).read_bytes()
+    (copy / name).write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load(str(copy))
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.1", "lm_head"])
+def test_weights_that_are_nowhere_are_refused(part: str) -> None:
+    """A model made on the meta device, or one that accelerate keeps partly on disk."""
+    model = tiny_model("llama")
+    model.get_submodule(part).to("meta")
+    with pytest.raises(UnsupportedModel, match="meta"):
+        wrap(model, byte_tokenizer())
