@@ -3,7 +3,8 @@
 The stock model stays the judge: the self-test compares both at load, and where it, or anything else, speaks against
 this path the hook serves. Projections that read the same input are merged; the model's parameters become views of the
 merged ones, so no weight lies in memory twice and the user's model works as before. On a CPU they move to large pages.
-Hooks and patched methods on the model are honoured: while there are any, the stock modules run.
+What its owner does to the model is honoured: while there are hooks or patched methods, and once a part or a weight was
+replaced, cast or moved, the stock modules run.
 
 Steps of few tokens on a CPU with a matrix unit go through compiled kernels, see :mod:`prefixkv.kernels.numba_step`.
 """
@@ -23,6 +24,7 @@ from prefixkv.attention.base import AttentionBackend
 from prefixkv.kv.pages import Arena
 from prefixkv.kv.storage import KVStorage
 from prefixkv.model.batch import ForwardBatch
+from prefixkv.model.changes import Snapshot
 from prefixkv.model.compiled import MOST_TOKENS, CompiledLayers, refuse_layers
 from prefixkv.model.inspect import ModelShape
 from prefixkv.model.layers import DecoderLayer, Linear, Norm, same
@@ -63,8 +65,7 @@ class FusedDecoder:
         self._norm = _norm(inner.norm)
         self._shape = shape
         self._layers = [_read_layer(layer) for layer in inner.layers]
-        modules = self._modules = list(model.modules())
-        self._forwards = {kind: kind.forward for kind in {type(module) for module in modules}}
+        self._snapshot = Snapshot(model)
 
     def use_kernels(self) -> str | None:
         """Run steps by compiled kernels from now on; return the reason if they cannot.
@@ -85,11 +86,8 @@ class FusedDecoder:
         return self._few is not None
 
     def is_current(self) -> bool:
-        """Return whether the model is as it was read: no hook and no patched method asks to be run."""
-        return all(kind.forward is forward for kind, forward in self._forwards.items()) and not any(
-            module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-            for module in self._modules
-        )
+        """Return whether the model is as it was read: nothing hung on it, patched, replaced, cast or moved."""
+        return self._snapshot.holds()
 
     def forward(self, batch: ForwardBatch, storage: KVStorage, backend: AttentionBackend) -> torch.Tensor:
         """Compute one step; writes its rows to the pool.

@@ -128,7 +128,7 @@ class ModelRunner:
     @property
     def decoder(self) -> str:
         """``"compiled"``, ``"fused"`` or ``"stock"``: what runs the layers of a decode step."""
-        if self._fused is None:
+        if self._fused is None or not self._fused.is_current():
             return "stock"
         return "compiled" if self._fused.uses_kernels else "fused"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -107,6 +109,83 @@ def test_what_the_owner_hangs_on_the_model_is_run(how: str, monkeypatch: Any) ->
             monkeypatch.setattr(layer, "forward", patched.__get__(layer))
     runner.execute(STEPS)
     assert calls
+
+
+def _turned(weight: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(-weight.detach().clone())
+
+
+def _assign_data(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    weight.data = -weight.data
+
+
+def _assign_state(model: Any) -> None:
+    state = {name: weight.clone() for name, weight in model.state_dict().items()}
+    state["model.layers.1.mlp.up_proj.weight"] *= -1
+    model.load_state_dict(state, assign=True)
+
+
+def _new_layer(model: Any) -> None:
+    model.model.layers[0] = copy.deepcopy(model.model.layers[1])
+    model.model.layers[0].self_attn.layer_idx = 0
+
+
+def _new_projection(model: Any) -> None:
+    torch.manual_seed(1)
+    model.model.layers[0].self_attn.q_proj = torch.nn.Linear(64, 64).to(model.dtype)  # with a bias
+
+
+def _new_activation(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "data of a weight": _assign_data,
+    "state assigned": _assign_state,
+    "layer": _new_layer,
+    "projection": _new_projection,
+    "activation": _new_activation,
+    "norm's weight": lambda model: setattr(model.model.norm, "weight", _turned(model.model.norm.weight)),
+    "head's weight": lambda model: setattr(model.lm_head, "weight", _turned(model.lm_head.weight)),
+    "embeddings": lambda model: model.set_input_embeddings(
+        torch.nn.Embedding.from_pretrained(_turned(model.model.embed_tokens.weight))
+    ),
+    "list of layers": lambda model: setattr(model.model, "layers", torch.nn.ModuleList([*model.model.layers][::-1])),
+    "frequencies": lambda model: model.model.rotary_emb.register_buffer("inv_freq", torch.ones(8)),
+    "epsilon": lambda model: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 10.0),
+    "scaling": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 3.0),
+    "cast to bfloat16": lambda model: model.to(torch.bfloat16),
+    "cast there and back": lambda model: model.to(torch.bfloat16).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_part_that_was_replaced_is_served_as_it_is_now(change: str) -> None:
+    """By the stock modules, which are the model; ours would compute with what it no longer has."""
+    model = tiny_model("llama")
+    runner = make(model, kv_format="model")
+    before = runner.execute(STEPS)
+    assert runner._fused is not None and runner._fused.is_current()
+    CHANGES[change](model)
+    if change == "list of layers":
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn.layer_idx = index
+    assert (runner._fused.is_current(), runner.decoder) == (False, "stock")
+    got = runner.execute(STEPS)
+    with torch.inference_mode():
+        want = torch.cat([model(torch.tensor([chunk.token_ids])).logits[0, -1:].float() for chunk in STEPS])
+    assert (got - want).abs().mean() < (0.02 if "cast" in change else 1e-4) * want.std()
+    assert "cast" in change or not torch.allclose(got, before, atol=1e-3)
+    runner.close()
+
+
+def test_a_second_engine_on_the_model_does_not_disturb_the_first() -> None:
+    """It finds the weights moved and merged, and leaves them where they are."""
+    model = tiny_model("llama")
+    first, second = make(model), make(model)
+    for runner in (first, second):
+        assert runner._fused is not None and runner._fused.is_current()
 
 
 def test_an_adapter_on_a_layer_is_not_fused_away() -> None:
