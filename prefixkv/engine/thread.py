@@ -45,7 +45,10 @@ class EngineThread:
             EngineClosed: If the engine has ended.
         """
         if os.getpid() != self._process:
-            raise EngineClosed("the engine stayed in the process that built it: build another one after the fork")
+            raise EngineClosed(
+                "the engine stayed in the process that built it: start workers with spawn, or fork before the first "
+                "engine is built"
+            )
         with self._wake:
             if self._closing:
                 raise self._closed()

@@ -27,11 +27,20 @@ logger = logging.getLogger("prefixkv.kernels")
 _lock = threading.Lock()
 _background: threading.Thread | None = None
 _refusal: str | None = "its kernels were not asked for"
+_process: int | None = None
+"""Process that called a kernel first."""
 
 
 def refusal() -> str | None:
     """Return None once the kernels can be called without compiling anything, else why not; changes nothing."""
+    if _is_forked():
+        return "the process that this one was forked from has used them: start workers with spawn"
     return _refusal
+
+
+def _is_forked() -> bool:
+    """Return whether kernels ran in a process that this one was forked from: GNU's OpenMP ends it if it calls one."""
+    return _process not in (None, os.getpid())
 
 
 def is_waiting() -> bool:
@@ -47,7 +56,7 @@ def prepare() -> None:
     """
     global _background, _refusal
     with _lock:
-        if _refusal is None or _background is not None:
+        if _refusal is None or _background is not None or _is_forked():
             return
         try:
             marker = _marker()
@@ -133,7 +142,8 @@ def _failed(error: Exception) -> str:
 
 def _load(marker: Path | None) -> None:
     """Call every kernel once, so that all are compiled or read from disk."""
-    global _refusal
+    global _process, _refusal
+    _process = _process or os.getpid()
     if marker is None or marker.exists():
         _call_all()
     else:

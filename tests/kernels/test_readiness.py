@@ -165,6 +165,47 @@ def test_a_disk_that_cannot_be_written_keeps_nothing(monkeypatch: pytest.MonkeyP
     assert readiness.refusal() is None
 
 
+_FORK = """
+import os, warnings
+warnings.simplefilter("ignore")
+from prefixkv import CacheConfig, Engine, EngineConfig, Principal, SamplingParams
+from prefixkv.errors import EngineClosed
+from prefixkv.kernels.readiness import compile_now
+from tests.support import byte_tokenizer, tiny_model
+config = EngineConfig(cache=CacheConfig(memory="1MiB", block_size=16, kv_format="model"))
+sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+def make():
+    return Engine(tiny_model("llama"), byte_tokenizer(), config=config)
+def reply(engine):
+    return engine.complete(list(range(40)), principal=Principal("a"), sampling=sampling).token_ids
+compile_now()
+engine = make()
+want = reply(engine)
+child = os.fork()
+if child == 0:
+    try:
+        reply(engine)
+    except EngineClosed as error:
+        print(error)
+    other = make()
+    print(reply(other) == want, other.describe(), flush=True)
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_of_a_process_that_used_them_is_served_by_torch(repo_root: Path) -> None:
+    """GNU's OpenMP would end the child at the first kernel it calls."""
+    environment = {**os.environ, "PYTHONPATH": str(repo_root), "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", _FORK], env=environment, capture_output=True, text=True, check=True)
+    closed, served, status = done.stdout.splitlines()
+    assert "start workers with spawn" in closed
+    assert served.startswith("True")
+    assert "attention: torch (numba: the process that this one was forked from has used them" in served
+    assert status == "0"
+
+
 @pytest.fixture
 def damaged(not_compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder that is marked as ready and holds a file that cannot be read; kernels are whole files there."""
