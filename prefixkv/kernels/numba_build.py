@@ -2,24 +2,65 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
+from functools import cache
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding
 import numba
 import torch
 
-__all__ = ["choose_threading_layer", "compiled", "sources_digest", "use_threads"]
+__all__ = ["choose_threading_layer", "compiled", "ready_name", "sources_digest", "use_threads"]
 
 
 def compiled(decorator: Callable[..., Any], function: Callable[..., Any], **options: Any) -> Any:
     """Return a function that numba compiles on first use and keeps on disk, where the disk lets it."""
+    _find_ready_folders()
     try:
         return decorator(cache=True, **options)(function)
     except RuntimeError:  # no folder that can be written
         return decorator(**options)(function)
+
+
+@cache
+def _find_ready_folders() -> None:
+    """Let numba read from a folder that cannot be written, once all is ready there; changes numba, for us alone.
+
+    Such is a folder of a container that was filled while its image was built. Functions of others are kept as before:
+    the file that says ready lies in our folder only.
+    """
+    from numba.core import caching
+
+    def find_ready(locator_class: Any, function: Any, file: str) -> Any:
+        locator = locator_class(function, file)
+        return locator if Path(locator.get_cache_path(), ready_name()).exists() else None
+
+    files = caching.CompileResultCacheImpl
+    for place in ("UserProvided",) if numba.config.CACHE_DIR else ("UserWide", "InTree"):
+        name = f"{place}CacheLocator"
+        base = getattr(caching, name, None) or getattr(caching, f"_{name}", None)  # older ones are private
+        if base is not None and hasattr(files, "_locator_classes"):
+            ready = type(f"Ready{name}", (base,), {"from_function": classmethod(find_ready)})
+            files._locator_classes = [ready, *files._locator_classes]
+
+
+@cache
+def ready_name() -> str:
+    """Return the name of the file that says: all compiled, by this numba, for this processor, from these sources."""
+    parts = (
+        sources_digest(),
+        numba.__version__,
+        platform.python_version(),
+        llvmlite.binding.get_host_cpu_name(),
+        str(numba.config.CPU_NAME),
+        str(numba.config.CPU_FEATURES),
+        str(numba.config.OPT),
+    )
+    return f"ready-{blake2b('|'.join(parts).encode(), digest_size=8).hexdigest()}"
 
 
 def sources_digest() -> str:

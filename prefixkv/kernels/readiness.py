@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import platform
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -51,8 +49,8 @@ def is_waiting() -> bool:
 def prepare() -> None:
     """Load the kernels if they are compiled, else begin to compile them in the background; returns at once then.
 
-    Where no other Python can be started, or nothing can be kept on disk, they are compiled now. If numba is missing or
-    broken, :func:`refusal` says so from then on.
+    Where no other Python can be started, or nothing can be kept on disk, this process compiles, and says so. If numba
+    is missing or broken, :func:`refusal` says so from then on.
     """
     global _background, _refusal
     with _lock:
@@ -63,20 +61,21 @@ def prepare() -> None:
         except Exception as error:  # a broken one raises anything: OSError, AttributeError
             _refusal = f"numba cannot be used here ({type(error).__name__}: {error})"
             return
-        if marker is None or not _can_start_python():
-            try:
-                _load_whole(marker)
-            except Exception as error:
-                _refusal = _failed(error)
-            return
-        if marker.exists():
+        if marker is not None and marker.exists():
             try:
                 _load(marker)
                 return
             except Exception as error:
                 _report_damage(marker, error)
         _refusal = "its kernels are being compiled, once on this machine"
-        _background = threading.Thread(target=_compile_elsewhere, name="prefixkv-kernels", daemon=True)
+        elsewhere = marker is not None and _can_start_python()
+        if not elsewhere:
+            _refusal = "its kernels are being compiled in this process"
+            why = "" if marker else "; no folder can be written that would keep them: name one in NUMBA_CACHE_DIR"
+            logger.warning("compiling the CPU kernels in this process, which takes about a minute%s", why)
+        # LLVM must not be met by the end of the process: that waits for a thread that is no daemon.
+        work = _compile_elsewhere if elsewhere else _compile_here
+        _background = threading.Thread(target=work, name="prefixkv-kernels", daemon=elsewhere)
         _background.start()
 
 
@@ -170,29 +169,25 @@ def _compile_elsewhere() -> None:
         _refusal = _failed(error)
 
 
+def _compile_here() -> None:
+    global _refusal
+    try:
+        _load_whole(_marker())
+    except Exception as error:
+        _refusal = _failed(error)
+
+
 def _marker() -> Path | None:
     """Return the file that says: compiled, by this numba, for this processor, from these sources. None: not kept."""
-    import llvmlite.binding
     import numba
 
     from prefixkv.kernels import numba_store
-    from prefixkv.kernels.numba_build import sources_digest
+    from prefixkv.kernels.numba_build import ready_name
 
     if numba.config.DISABLE_JIT:
         raise ImportError("NUMBA_DISABLE_JIT is set")
     folder = numba_store.cache_folder()
-    if folder is None:
-        return None
-    parts = (
-        sources_digest(),
-        numba.__version__,
-        platform.python_version(),
-        llvmlite.binding.get_host_cpu_name(),
-        str(numba.config.CPU_NAME),
-        str(numba.config.CPU_FEATURES),
-        str(numba.config.OPT),
-    )
-    return folder / f"ready-{blake2b('|'.join(parts).encode(), digest_size=8).hexdigest()}"
+    return None if folder is None else folder / ready_name()
 
 
 def _can_start_python() -> bool:

@@ -146,22 +146,23 @@ def test_kernels_that_cannot_be_had_say_why_they_are_not_compiled(monkeypatch: p
         readiness.compile_now()
 
 
-def test_inside_another_program_they_are_compiled_at_once(not_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There ``sys.executable`` is that program: starting it would be anything but a compiler."""
-    monkeypatch.setattr(sys, "executable", "/usr/bin/uwsgi")
+@pytest.mark.parametrize("why", ["another program", "nothing can be kept"])
+def test_where_nobody_else_can_compile_this_process_does_and_says_so(
+    not_compiled: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    """Inside another program ``sys.executable`` is that program: starting it would be anything but a compiler."""
+    if why == "another program":
+        monkeypatch.setattr(sys, "executable", "/usr/bin/uwsgi")
+    else:
+        monkeypatch.setattr(readiness, "_marker", lambda: None)
+    go_on, call_all = threading.Event(), readiness._call_all
+    monkeypatch.setattr(readiness, "_call_all", lambda: go_on.wait() and call_all())
     readiness.prepare()
-    assert readiness.refusal() is None
-    assert not readiness.is_waiting()
-
-
-def test_a_disk_that_cannot_be_written_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then each process compiles for itself."""
-    from prefixkv.kernels import numba_store
-
-    monkeypatch.setattr(readiness, "_refusal", "its kernels were not asked for")
-    monkeypatch.setattr(readiness, "_background", None)
-    monkeypatch.setattr(numba_store, "cache_folder", lambda: None)
-    readiness.prepare()
+    assert readiness.refusal() == "its kernels are being compiled in this process"
+    assert "compiling the CPU kernels in this process" in caplog.text
+    assert ("NUMBA_CACHE_DIR" in caplog.text) == (why == "nothing can be kept")
+    go_on.set()
+    _wait()
     assert readiness.refusal() is None
 
 
@@ -270,6 +271,11 @@ def test_what_cannot_be_compiled_is_tried_once_again_and_not_for_ever(
 _REPAIR = """
 from pathlib import Path
 import logging, sys
+if sys.argv[1:] == ["read-only"]:
+    import tempfile
+    def refuse(*args, **options):
+        raise PermissionError("read-only")
+    tempfile.TemporaryFile = refuse  # how numba tries a folder
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 from prefixkv.kernels import numba_store, readiness
 marker = readiness._marker()
@@ -296,6 +302,7 @@ def test_whatever_of_numbas_files_is_cut_short_is_compiled_again(tmp_path: Path,
     assert "cannot be read" in said
     assert said.split()[-1] == "True"
     assert run().split() == ["0", "True"]
+    assert run("read-only").split() == ["0", "True"]
 
 
 _LOAD = """
