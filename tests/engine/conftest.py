@@ -19,8 +19,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "numba":
         pytest.importorskip("numba", reason="the extra `cpu` is not installed")
     else:
-        monkeypatch.setattr("prefixkv.attention.cpu.find_spec", lambda name: None)
-        monkeypatch.setattr("prefixkv.kv.writer.find_spec", lambda name: None)
+        monkeypatch.setattr("prefixkv.kv.views.find_spec", lambda name: None)
     yield request.param
 
 

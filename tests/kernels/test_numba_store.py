@@ -132,5 +132,5 @@ def test_without_numba_torch_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra is optional."""
     storage = KVStorage(KVCacheSpec((LayerSpec(1, 32, 32),), "float32", "int8", 4), 4, "cpu")
     assert isinstance(choose_writer(storage), NumbaWriter)
-    monkeypatch.setattr("prefixkv.kv.writer.find_spec", lambda name: None)
+    monkeypatch.setattr("prefixkv.kv.views.find_spec", lambda name: None)
     assert isinstance(choose_writer(storage), TorchWriter)

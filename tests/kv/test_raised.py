@@ -25,7 +25,7 @@ def writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "numba":
         pytest.importorskip("numba", reason="the extra `cpu` is not installed")
     else:
-        monkeypatch.setattr("prefixkv.kv.writer.find_spec", lambda name: None)
+        monkeypatch.setattr("prefixkv.kv.views.find_spec", lambda name: None)
 
 
 def make(kv_format: str = "int4", *raised: RaisedHead, **options: Any) -> KVStorage:
@@ -123,7 +123,7 @@ def test_writers_are_chosen_again_for_raised_heads_too(monkeypatch: pytest.Monke
     """Kernels may become ready while the engine runs."""
     pytest.importorskip("numba", reason="the extra `cpu` is not installed")
     with monkeypatch.context() as patch:
-        patch.setattr("prefixkv.kv.writer.find_spec", lambda name: None)
+        patch.setattr("prefixkv.kv.views.find_spec", lambda name: None)
         storage = make("int4", *RAISED)
     kinds = [type(one._writer).__name__ for one in (storage, *(part.storage for part in storage.raised))]
     assert kinds == ["TorchWriter"] * 3

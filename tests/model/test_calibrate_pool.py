@@ -156,8 +156,7 @@ def test_a_pool_with_the_calibration_restores_the_quality(
     if backend == "numba":
         pytest.importorskip("numba", reason="the extra `cpu` is not installed")
     else:
-        monkeypatch.setattr("prefixkv.attention.cpu.find_spec", lambda name: None)
-        monkeypatch.setattr("prefixkv.kv.writer.find_spec", lambda name: None)
+        monkeypatch.setattr("prefixkv.kv.views.find_spec", lambda name: None)
     model = tiny_model("llama", **MANY_HEADS)
     plant(model, 1, 2, 5)
     loaded = wrap(model, byte_tokenizer())
