@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from prefixkv.chat.rendering import ChatInput
 from prefixkv.chat.segmenter import Segmenter
 from prefixkv.policy import TenantPolicy
 from tests.chat.chats import POLICY, TOOLS, assistant, check_tiling, system, tool_loop, user
@@ -97,3 +98,36 @@ def test_content_in_parts_is_one_text_elsewhere(data_dir: Path) -> None:
     one = segmenter.segment([user("Do you sell boots?"), assistant("Yes."), user("Fine")], policy=POLICY)
     two = segmenter.segment([{"role": "user", "content": parts}, assistant("Yes."), user("Fine")], policy=POLICY)
     assert one.token_ids == two.token_ids
+
+
+KINDS_OF_TURNS = {
+    "tool calls": lambda i: tool_loop("") if i % 2 else tool_loop("Let me see."),
+    "names": lambda i: [{**user(f"Hi {i}"), "name": "ada"}, {**assistant(f"Hello {i}"), "name": "bot"}],
+    "white space": lambda i: [user("  "), assistant(f"Hello {i}")],
+    "plain": lambda i: [user(f"Hi {i}"), assistant(f"Hello {i}")],
+}
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("kind", KINDS_OF_TURNS)
+@pytest.mark.parametrize("template", ["llama.cpp/Qwen-Qwen3-0.6B", "llama.cpp/google-gemma-4-31B-it"])
+def test_a_longer_chat_takes_no_more_renders(
+    template: str, kind: str, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each render costs as much as the chat is long: one for each turn would be quadratic."""
+    segmenter = Segmenter(load(data_dir, template))
+    renders: list[int] = []
+    render = ChatInput.try_render
+
+    def counted(self: ChatInput) -> str | None:
+        renders[-1] += 1
+        return render(self)
+
+    monkeypatch.setattr(ChatInput, "try_render", counted)
+    for turns in (10, 40):
+        renders.append(0)
+        messages = [system("You sell shoes."), user("Hello")]
+        for i in range(turns):
+            messages += KINDS_OF_TURNS[kind](i)
+        check_tiling(segmenter.segment([*messages, user("And now?")], policy=POLICY, tools=TOOLS))
+    assert renders[1] <= renders[0] < 25
