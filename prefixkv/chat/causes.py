@@ -45,6 +45,7 @@ _CODES = {
 _HEAD = (SegmentKind.PREAMBLE, SegmentKind.SYSTEM, SegmentKind.TOOLS, SegmentKind.FEW_SHOT)
 _THINK_MARKS = ("<think", "</think", "<|channel|>analysis", "<reasoning", "<thought")
 _NEAR_CHARACTERS = 80
+_MOST_HEADS = 6
 _VOLATILE_HINT = (
     "a {kind} in the {part} text changes from request to request; write {{{{slot:{kind}}}}} in its place and set "
     "slots: {{{kind}: {{placement: {placement}}}}}"
@@ -181,6 +182,8 @@ def _heads(origin: Origin, ours: Sent) -> Iterator[tuple[str, str]]:
     seen = {head := _head_of(ours)}
     for sent in origin.past.prompts:
         other = _head_of(sent)
+        if len(seen) > _MOST_HEADS:
+            return
         if other not in seen:
             seen.add(other)
             yield head, other

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from prefixkv.scope import ScopeLevel
 __all__ = ["LateNote", "Placed", "conversation_digests", "is_remembered", "note_of", "place_notes"]
 
 _TITLE = "Current values:"
+_BREAKS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+"""Whatever begins a new line, or may: a value must not look like the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,10 @@ def conversation_digests(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     running = hashlib.blake2b(digest_size=16)
     digests = []
     for message in messages:
-        data = json.dumps(message, sort_keys=True, ensure_ascii=False).encode()
+        content = message["content"]
+        if isinstance(content, list):  # a slot's own text is a value too
+            content = [{**part, "text": ""} if part["type"] == "slot" else part for part in content]
+        data = json.dumps({**message, "content": content}, sort_keys=True, ensure_ascii=False).encode()
         running.update(len(data).to_bytes(8, "little") + data)
         digests.append(running.copy().digest())
     return digests
@@ -64,7 +70,8 @@ def note_of(late: Sequence[tuple[str, str]], policy: TenantPolicy) -> LateNote |
     if not late:
         return None
     narrowest = max((name for name, _ in late), key=lambda name: policy.slot(name).scope)
-    return LateNote("\n".join([_TITLE, *(f"{name}: {value}" for name, value in late)]), narrowest)
+    lines = (f"{name}: {_BREAKS.sub(' ', value)}" for name, value in late)
+    return LateNote("\n".join([_TITLE, *lines]), narrowest)
 
 
 def is_remembered(note: LateNote, policy: TenantPolicy) -> bool:

@@ -23,6 +23,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SLOT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 _MAX_DEPTH = 64
+_MOST_BITS = 4096
 # Arguments of the tokenizer's own method: passing them as template variables would change what is rendered, or how.
 _RESERVED = frozenset(
     "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding "
@@ -157,6 +158,8 @@ def _plain(value: Any, path: str, code: str, depth: int) -> Any:
     """Return a deep copy of JSON-like data. Paths name indexes, not keys: keys may be the model's or a user's words."""
     if depth > _MAX_DEPTH:
         raise InvalidRequest(code, path, f"is nested more than {_MAX_DEPTH} deep")
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise InvalidRequest(code, path, f"holds a whole number of more than {_MOST_BITS} bits")
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, str):

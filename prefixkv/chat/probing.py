@@ -35,7 +35,8 @@ _DATE_ARGUMENTS = {
     )
 }
 _CLOCK = "strftime_now"
-_MOMENT = datetime(1987, 6, 5, 4, 3, 2)
+_MOMENT, _OTHER_MOMENT = datetime(1987, 6, 5, 4, 3, 2), datetime(2012, 11, 24, 15, 47, 58)
+"""Two times that no code of ``strftime`` writes alike."""
 _CODES = (*"aAbBcCdDeFgGhHIjklmMpPrRsSTuUVwWxXyYzZ", *(f"-{code}" for code in "dHIjklmMSUVWy"))
 
 _Turns = Sequence[Mapping[str, Any]]
@@ -230,7 +231,7 @@ class Probe:
             (turns, _TOOLS, self._with_both),
         )
         for chat, tools, text in looks:
-            if text is not None and self._source(tools) and self._render(chat, tools, runs=True) != text:
+            if text is not None and self._source(tools) and self._render(chat, tools, moment=_OTHER_MOMENT) != text:
                 return self._pinning(chat, tools)
         return ""
 
@@ -238,10 +239,11 @@ class Probe:
         shown = self._render(turns, tools, variables=_DATE_ARGUMENTS) or ""
         for name, word in _DATE_ARGUMENTS.items():
             if word in shown:
-                stopped, running = (
-                    self._render(turns, tools, runs=runs, variables={name: word}) for runs in (False, True)
+                one, other = (
+                    self._render(turns, tools, moment=moment, variables={name: word})
+                    for moment in (_MOMENT, _OTHER_MOMENT)
                 )
-                if stopped is not None and stopped == running and word in stopped:
+                if one is not None and one == other and word in one:
                     return name
         return _CLOCK
 
@@ -263,13 +265,13 @@ class Probe:
         tools: Any = None,
         opens_reply: bool = True,
         *,
-        runs: bool = False,
+        moment: datetime = _MOMENT,
         variables: Mapping[str, str] = {},
     ) -> str | None:
-        """Render with a clock that stands still, or with the machine's if it ``runs``."""
-        source = None if runs else self._source(tools)
+        """Render with a clock that stands still."""
+        source = self._source(tools)
         if source is not None:
-            variables = {**variables, "chat_template": with_clock(source, _MOMENT)}
+            variables = {**variables, "chat_template": with_clock(source, moment)}
         if self._wants_parts:
             turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
         return ChatInput(self._tokenizer, turns, tools, variables, opens_reply, False).try_render()

@@ -40,7 +40,7 @@ class FilledMessages:
         messages: The messages; content is text or None.
         spans: For each message, its slots in order.
         warnings: What the caller should know.
-        late: Name and value of the slots that bind late, in the order of their first places.
+        late: Name and last value of the slots that bind late, in the order of their first places.
     """
 
     messages: list[dict[str, Any]]
@@ -107,11 +107,10 @@ class _Rules:
                     self.warnings[f"slot {name!r} is to be coarsened, but its value holds no time that could be"] = None
                 return value if rounded is None else rounded, True
             case "tail":
-                if self._can_bind_late and self.late.get(name, value) == value:
-                    self.late[name] = value
+                if self._can_bind_late:
+                    self.late[name] = value  # the last one counts: earlier ones went with the notes of their turns
                     return _phrase(name, slot), False
-                reason = "it has several values" if self._can_bind_late else "there is no user turn"
-                self.warnings[f"slot {name!r} is to be bound late, but {reason}; the value stays in its place"] = None
+                self.warnings[f"slot {name!r} is to be bound late, but there is no user turn; it stays"] = None
             case "patch":
                 self.warnings[f"slot {name!r}: placement patch is not there yet; it is inline"] = None
         return value, True

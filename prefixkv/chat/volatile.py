@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from prefixkv.chat.rendering import common_prefix, common_suffix
+
 __all__ = ["VolatileSpan", "kind_of", "volatile_spans"]
 
 _MOST_SPANS = 8
@@ -42,6 +44,9 @@ _VALUES = (
 _WORD = re.compile(r"[\w:+/.@#'\u2019-]")
 _EDGES = " .'\u2019-:/"
 _NEAR_CHARACTERS = 24
+_LONGEST_VALUE = 80
+_UNITS = re.compile(r"(?<=\n)|(?<=[.!?;])(?=\s)")
+"""Where lines and sentences end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,8 @@ def kind_of(text: str, start: int, end: int, other: str) -> str:
         other: What stood there before.
     """
     value = text[start:end]
+    if max(len(value), len(other)) > _LONGEST_VALUE:
+        return "text"
     # A clock whose hour stayed the same shows only its minutes as changed: look at what it is a part of.
     first = start
     while first > 0 and start - first < _NEAR_CHARACTERS and _WORD.match(text[first - 1]):
@@ -111,8 +118,11 @@ def kind_of(text: str, start: int, end: int, other: str) -> str:
 
 
 def _changed(text: str, other: str) -> list[tuple[int, int, int, int]]:
-    """Return (start, end, start, end) of whole words that differ: one for each line, or one if lines were added."""
-    lines, others = text.splitlines(keepends=True), other.splitlines(keepends=True)
+    """Return (start, end, start, end) of whole words that differ: one a sentence, or one if there are more sentences.
+
+    Stops once there are more than can count.
+    """
+    lines, others = _UNITS.split(text), _UNITS.split(other)
     if len(lines) != len(others):
         return [_narrowed(text, other, 0, 0)]
     found = []
@@ -120,6 +130,8 @@ def _changed(text: str, other: str) -> list[tuple[int, int, int, int]]:
     for line, other_line in zip(lines, others, strict=True):
         if line != other_line:
             found.append(_narrowed(line, other_line, place, other_place))
+            if len(found) > _MOST_SPANS:
+                break
         place += len(line)
         other_place += len(other_line)
     return found
@@ -127,11 +139,11 @@ def _changed(text: str, other: str) -> list[tuple[int, int, int, int]]:
 
 def _narrowed(line: str, other: str, place: int, other_place: int) -> tuple[int, int, int, int]:
     """Return the words in which two lines differ, from the first such word to the last."""
-    size = min(len(line), len(other))
-    before = next((i for i in range(size) if line[i] != other[i]), size)
-    behind = next((i for i in range(size - before) if line[-1 - i] != other[-1 - i]), size - before)
-    while before > 0 and _WORD.match(line[before - 1]):
+    before = common_prefix(line, other)
+    behind = min(common_suffix(line, other), min(len(line), len(other)) - before)
+    first, least = max(0, before - _LONGEST_VALUE), max(0, behind - _LONGEST_VALUE)
+    while before > first and _WORD.match(line[before - 1]):
         before -= 1
-    while behind > 0 and _WORD.match(line[len(line) - behind]):
+    while behind > least and _WORD.match(line[len(line) - behind]):
         behind -= 1
     return place + before, place + len(line) - behind, other_place + before, other_place + len(other) - behind

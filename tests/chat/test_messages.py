@@ -122,3 +122,10 @@ def test_template_variables_cannot_take_over_the_call(kwargs: Any) -> None:
 
 def test_characters_of_content_are_counted_over_all_messages() -> None:
     assert total_characters([{"content": "abc"}, {"content": None}, {"content": "de"}, {}]) == 5
+
+
+def test_a_number_too_long_to_write_is_refused() -> None:
+    """Python itself refuses to write it, with an error of another kind, deep inside a template."""
+    message = {"role": "assistant", "content": "", "tool_calls": [{"arguments": {"n": 10**5000}}]}
+    with pytest.raises(InvalidRequest, match="whole number of more than"):
+        check_messages([message])

@@ -132,15 +132,14 @@ def test_a_phrase_may_be_empty_and_is_never_searched_for_markers() -> None:
     assert filled.late == (("a", "x"), ("b", "y"))
 
 
-def test_a_late_slot_with_several_values_keeps_the_others_in_place() -> None:
-    """A note has one value for a name."""
-    parts = [{"type": "slot", "name": "me", "text": name} for name in ("Ann", "Bob", "Ann")]
+def test_the_last_value_of_a_late_slot_is_the_one_that_counts() -> None:
+    """Earlier ones went out with the notes of their own turns, so their places must not change."""
+    parts = [{"type": "slot", "name": "me", "text": name} for name in ("Ann", "Bob", "Cid")]
     filled = fill([{"role": "user", "content": parts}], None, me=TAIL)
-    phrase = "[me: see the last note]"
-    assert content_of(filled) == [f"{phrase}Bob{phrase}"]
-    assert places(filled) == [("me", "Bob")]
-    assert filled.late == (("me", "Ann"),)
-    assert ["several values" in warning for warning in filled.warnings] == [True]
+    assert content_of(filled) == ["[me: see the last note]" * 3]
+    assert places(filled) == []
+    assert filled.late == (("me", "Cid"),)
+    assert filled.warnings == ()
 
 
 def test_without_a_user_turn_a_late_value_stays_in_its_place() -> None:

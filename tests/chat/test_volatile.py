@@ -160,3 +160,18 @@ def test_an_added_line_hides_nothing_but_is_one_place() -> None:
     """Lines no longer correspond: the one stretch from the first difference to the last is looked at."""
     (span,) = volatile_spans(f"{FILLER}At 10:31.\n{FILLER}", f"{FILLER}{FILLER}")
     assert span.kind == "clock"
+
+
+def test_several_changes_on_one_long_line_are_found_one_by_one() -> None:
+    """A system text without line breaks: from the first change to the last is most of it."""
+    rules = "Be kind to all who ask. " * 20
+    one, other = (
+        f"It is {clock}. {rules}You talk to {name}. {rules}" for clock, name in (("10:31", "Ada"), ("10:32", "Ben"))
+    )
+    assert [span.kind for span in volatile_spans(one, other)] == ["clock", "name"]
+
+
+def test_a_long_place_is_text_whatever_it_spells() -> None:
+    """Looking closer at what end users may have written would take its square in time."""
+    one, other = (f"Be kind. {'jan' * 2000} {end}. {'Be fair. ' * 3000}" for end in ("a", "b" * 3000))
+    assert {span.kind for span in volatile_spans(one, other)} == {"text"}
