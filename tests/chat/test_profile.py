@@ -75,6 +75,9 @@ FAMILIES = {  # part of the file's name: family; the first that fits
     "qwen": "qwen",
 }
 
+# A third of the templates each: the others take their turn among the slow tests.
+PARTS = [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+
 
 def read(data_dir: Path, name: str) -> str:
     return (data_dir / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
@@ -156,7 +159,8 @@ def stock_renderer(data_dir: Path, date: datetime) -> Any:
 
 
 @pytest.mark.data
-def test_dates_are_those_that_differ_between_two_clocks(data_dir: Path) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_dates_are_those_that_differ_between_two_clocks(part: int, data_dir: Path) -> None:
     now, then = (stock_renderer(data_dir, datetime(year, 3, 4)) for year in (2001, 2002))
     turns = [user("One"), assistant("Two"), user("Three")]
     chats = [
@@ -164,7 +168,7 @@ def test_dates_are_those_that_differ_between_two_clocks(data_dir: Path) -> None:
         for messages in (turns, [system("Zero"), *turns])
         for tools in (None, TOOLS)  # some templates write the date only beside one of them
     ]
-    for name, template in sources(data_dir).items():
+    for name, template in list(sources(data_dir).items())[part::3]:
         profile = recognise(tokenizer_for(template))
         pairs = [
             [render(template, messages, tools=tools, **pinned) for render in (now, then)]
@@ -178,9 +182,10 @@ def test_dates_are_those_that_differ_between_two_clocks(data_dir: Path) -> None:
 
 
 @pytest.mark.data
-def test_stable_prefixes_are_those_that_growing_chats_share(data_dir: Path) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_stable_prefixes_are_those_that_growing_chats_share(part: int, data_dir: Path) -> None:
     render = stock_renderer(data_dir, datetime(2001, 3, 4))
-    for name, template in sources(data_dir).items():
+    for name, template in list(sources(data_dir).items())[part::3]:
         profile = recognise(tokenizer_for(template))
         if not profile.takes_text:
             continue
