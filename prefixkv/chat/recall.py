@@ -1,15 +1,17 @@
 """What was sent before, by scope: so that text seen again need not be tokenised again, and a miss can be explained.
 
 It holds the users' words, like the cache itself. An entry belongs to one scope and is read by principals of that scope
-only; a purge destroys it. It is bounded in all, and the scope that was not used for longest goes first.
+only; a purge destroys it. It is bounded for every tenant, and the scope that was not used for longest goes first. Notes
+decide what a prompt says, so they have room of their own, which prompts do not take.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +20,7 @@ from cachetools import LRUCache
 from prefixkv.chat.late import LateNote
 from prefixkv.chat.segment import Segment, SegmentKind
 from prefixkv.chat.shapes import Shapes
+from prefixkv.chat.shelves import Shelves
 from prefixkv.scope import Principal, Scope, ScopeLevel
 
 __all__ = ["Origin", "Past", "Recall", "Reply", "Sent"]
@@ -35,6 +38,9 @@ _BYTES_PER_NOTE = 300
 _BYTES_PER_SCOPE = 1200
 _MOST_TENANTS = 4096
 _MOST_SHAPES = 128
+_MOST_FORGETS = 1024
+_TENANTS_IN_FULL = 16
+_NOTES_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,11 @@ class Sent:
         own = _BYTES_PER_PROMPT + sys.getsizeof(self.text) + _BYTES_PER_TOKEN * len(self.token_ids)
         return own + _BYTES_PER_SEGMENT * len(self.segments) + sum(reply.size for reply in self.replies)
 
+    @property
+    def level(self) -> ScopeLevel:
+        """The level of the scope that knows all of it."""
+        return max((part.scope for part in self.segments), default=ScopeLevel.TENANT)
+
     def cut(self, tokens: int) -> Sent:
         """Return as much of it as its first tokens hold."""
         if tokens >= len(self.token_ids):
@@ -108,11 +119,13 @@ class Past:
         prompts: Prompts and beginnings of prompts, the narrowest scope first, in each the latest first.
         notes: Digest of a conversation to the note that its last user turn was sent with.
         shapes: What the tenant's chats showed of the template.
+        generation: How much had been forgotten when it was taken.
     """
 
     prompts: tuple[Sent, ...] = ()
     notes: Mapping[bytes, LateNote] = field(default_factory=dict)
     shapes: Shapes = field(default_factory=Shapes, repr=False, compare=False)
+    generation: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,65 +151,99 @@ class Recall:
     """Remembers by scope. Any thread may use it.
 
     Args:
-        most_bytes: About how much it may hold.
+        most_bytes: About how much it may hold of one tenant's prompts. Of notes it is a quarter of that, of all tenants
+            together 16 times as much.
     """
 
-    def __init__(self, most_bytes: int = 32 * 2**20) -> None:
+    def __init__(self, most_bytes: int = 16 * 2**20) -> None:
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
-        self._scopes: LRUCache[Scope, _Entry] = LRUCache(most_bytes, getsizeof=lambda entry: entry.size)
+        self._note_bytes = note_bytes = most_bytes // _NOTES_SHARE
+        self._prompts: Shelves[_Prompts] = Shelves(most_bytes, most_bytes * _TENANTS_IN_FULL)
+        self._notes: Shelves[_Notes] = Shelves(note_bytes, note_bytes * _TENANTS_IN_FULL)
         self._shapes: LRUCache[str, Shapes] = LRUCache(_MOST_SHAPES)
         self._lost: LRUCache[str, Counter[str]] = LRUCache(_MOST_TENANTS)
+        self._forgets: deque[Callable[[Scope], bool]] = deque(maxlen=_MOST_FORGETS)
+        self._generation = 0
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it holds."""
+        return self._prompts.size + self._notes.size
 
     def past(self, principal: Principal) -> Past:
         """Return what this principal may know."""
         with self._lock:
-            entries = [entry for scope in _scopes_of(principal) if (entry := self._scopes.get(scope)) is not None]
-            notes = {digest: note for entry in reversed(entries) for digest, note in entry.notes.items()}
+            entries = [entry for scope in _scopes_of(principal) if (entry := self._prompts.get(scope)) is not None]
+            notes = self._notes.get(Scope.of(principal, ScopeLevel.SESSION))
             shapes = self._shapes.get(principal.tenant)
             if shapes is None:
                 shapes = self._shapes[principal.tenant] = Shapes()
-            return Past(tuple(sent for entry in entries for sent in entry.prompts), notes, shapes)
+            prompts = tuple(sent for entry in entries for sent in entry.sent)
+            return Past(prompts, dict(notes.notes) if notes else {}, shapes, self._generation)
 
-    def remember(self, principal: Principal, sent: Sent | None, notes: Mapping[bytes, LateNote]) -> None:
+    def remember(
+        self, principal: Principal, sent: Sent | None, notes: Mapping[bytes, LateNote], past: Past | None = None
+    ) -> bool:
         """Keep a prompt, each part in its scope; what is of request scope is not kept.
+
+        Without a session there is nobody whose notes they would be, so notes are not kept.
 
         Args:
             principal: Who sent it.
             sent: The prompt, or None if only its notes are kept.
             notes: Notes that its turns were sent with.
-        """
-        known = 0
-        for level in _LEVELS:
-            tokens = max((part.end for part in sent.segments if part.scope <= level), default=0) if sent else 0
-            own_notes = notes if level is ScopeLevel.SESSION else {}
-            # Scopes only narrow: a session's text begins with all that its tenant knows.
-            if tokens <= known and not own_notes:
-                continue
-            scope = Scope.of(principal, level)
-            with self._lock:
-                entry = self._scopes.pop(scope, None) or _Entry()
-                if sent is not None and tokens > known:
-                    entry.add(sent.cut(tokens))
-                entry.note(own_notes)
-                self._put(scope, entry)
-            known = max(known, tokens)
+            past: What it was made from.
 
-    def add_reply(self, principal: Principal, text: str, reply: Reply) -> None:
-        """Keep what was generated behind a prompt, in the scope that knows all of the prompt.
+        Returns:
+            False if something of the principal's was forgotten since ``past`` was taken; then nothing is kept, and the
+            prompt may say what was forgotten.
+        """
+        with self._lock:
+            if past is not None and self._is_outdated(principal, past):
+                return False
+            known = 0
+            for level in _LEVELS:
+                tokens = max((part.end for part in sent.segments if part.scope <= level), default=0) if sent else 0
+                # Scopes only narrow: a session's text begins with all that its tenant knows.
+                if sent is None or tokens <= known:
+                    continue
+                scope = Scope.of(principal, level)
+                entry = self._prompts.take(scope) or _Prompts()
+                entry.add(sent.cut(tokens))
+                self._put(scope, entry)
+                known = tokens
+            if notes and principal.session is not None:
+                scope = Scope.of(principal, ScopeLevel.SESSION)
+                kept = self._notes.take(scope) or _Notes()
+                kept.add(notes, self._note_bytes)
+                self._notes.put(scope, kept)
+            return True
+
+    def add_reply(self, principal: Principal, sent: Sent, reply: Reply, past: Past | None = None) -> None:
+        """Keep what was generated behind a prompt, in the scope that knows all of the prompt, if there is one.
+
+        Without a session its ids are not kept: they would be spliced into other callers' prompts.
 
         Args:
             principal: Who sent it.
-            text: The prompt as rendered.
+            sent: The prompt.
             reply: The reply.
+            past: What the prompt was made from; nothing is kept if something of the principal's was forgotten since.
         """
+        level = max(sent.level, ScopeLevel.TENANT)
+        if level is ScopeLevel.REQUEST:
+            return
+        scope = Scope.of(principal, level)
+        if principal.session is None:
+            reply = replace(reply, token_ids=())
         with self._lock:
-            for scope in _scopes_of(principal):
-                entry = self._scopes.get(scope)
-                if entry is not None and entry.reply(text, reply):
-                    del self._scopes[scope]
-                    self._put(scope, entry)
-                    return
+            if past is not None and self._is_outdated(principal, past):
+                return
+            entry = self._prompts.take(scope)
+            if entry is not None:
+                entry.reply(sent.text, reply)
+                self._put(scope, entry)
 
     def losses(self, principal: Principal, *, counts: bool) -> Callable[[str, int], int]:
         """Return what counts tokens lost to volatile text of the principal's tenant, by kind; see ``build_report``.
@@ -229,56 +276,79 @@ class Recall:
                 for by_tenant in (self._lost, self._shapes):
                     for name in [name for name in by_tenant if tenant in (None, name)]:
                         del by_tenant[name]
-            for scope in [scope for scope in self._scopes if scope.is_within(tenant, user, session)]:
-                del self._scopes[scope]
+            self._forgot(lambda scope: scope.is_within(tenant, user, session))
+            self._prompts.drop(self._forgets[-1])
+            self._notes.drop(self._forgets[-1])
 
     def forget_scope(self, scope: Scope) -> None:
         """Forget what one scope sent."""
         with self._lock:
-            self._scopes.pop(scope, None)
+            self._forgot(lambda other: other == scope)
+            self._prompts.take(scope)
+            self._notes.take(scope)
 
-    def _put(self, scope: Scope, entry: _Entry) -> None:
-        while entry.size > self._most_bytes and entry.prompts:
-            entry.prompts.pop()
-        if entry.size <= self._most_bytes:
-            self._scopes[scope] = entry
+    def _forgot(self, is_meant: Callable[[Scope], bool]) -> None:
+        self._generation += 1
+        self._forgets.append(is_meant)
+
+    def _is_outdated(self, principal: Principal, past: Past) -> bool:
+        """Return whether anything of the principal's was forgotten since; of what is too long ago it may have been."""
+        since = self._generation - past.generation
+        if since > len(self._forgets):
+            return True
+        newer = itertools.islice(reversed(self._forgets), since)
+        return any(is_meant(scope) for is_meant in newer for scope in _scopes_of(principal))
+
+    def _put(self, scope: Scope, entry: _Prompts) -> None:
+        while entry.size > self._most_bytes and entry.sent:
+            entry.sent.pop()
+        if entry.sent:
+            self._prompts.put(scope, entry)
 
 
-class _Entry:
-    """What one scope sent, the latest first."""
+class _Prompts:
+    """Prompts of one scope, the latest first."""
 
     def __init__(self) -> None:
-        self.prompts: list[Sent] = []
+        self.sent: list[Sent] = []
+
+    @property
+    def size(self) -> int:
+        return _BYTES_PER_SCOPE + sum(sent.size for sent in self.sent)
+
+    def add(self, sent: Sent) -> None:
+        for known in self.sent:
+            if (known.text, known.is_spliced, known.is_marked) == (sent.text, sent.is_spliced, sent.is_marked):
+                self.sent.remove(known)
+                sent = replace(sent, replies=known.replies)
+                break
+        self.sent.insert(0, sent)
+        del self.sent[_PROMPTS_PER_SCOPE:]
+
+    def reply(self, text: str, reply: Reply) -> None:
+        for place, sent in enumerate(self.sent):
+            if sent.text == text:
+                others = (other for other in sent.replies if other.text != reply.text)
+                self.sent[place] = replace(sent, replies=(reply, *others)[:_REPLIES_PER_PROMPT])
+                return
+
+
+class _Notes:
+    """Notes of one session, the latest last."""
+
+    def __init__(self) -> None:
         self.notes: OrderedDict[bytes, LateNote] = OrderedDict()
 
     @property
     def size(self) -> int:
-        notes = sum(sys.getsizeof(note.text) + _BYTES_PER_NOTE for note in self.notes.values())
-        return _BYTES_PER_SCOPE + sum(sent.size for sent in self.prompts) + notes
+        return _BYTES_PER_SCOPE + sum(sys.getsizeof(note.text) + _BYTES_PER_NOTE for note in self.notes.values())
 
-    def add(self, sent: Sent) -> None:
-        for known in self.prompts:
-            if (known.text, known.is_spliced, known.is_marked) == (sent.text, sent.is_spliced, sent.is_marked):
-                self.prompts.remove(known)
-                sent = replace(sent, replies=known.replies)
-                break
-        self.prompts.insert(0, sent)
-        del self.prompts[_PROMPTS_PER_SCOPE:]
-
-    def note(self, notes: Mapping[bytes, LateNote]) -> None:
+    def add(self, notes: Mapping[bytes, LateNote], most_bytes: int) -> None:
         for digest, note in notes.items():
             self.notes[digest] = note
             self.notes.move_to_end(digest)
-        while len(self.notes) > _NOTES_PER_SCOPE:
+        while self.notes and (len(self.notes) > _NOTES_PER_SCOPE or self.size > most_bytes):
             self.notes.popitem(last=False)
-
-    def reply(self, text: str, reply: Reply) -> bool:
-        for place, sent in enumerate(self.prompts):
-            if sent.text == text:
-                others = (other for other in sent.replies if other.text != reply.text)
-                self.prompts[place] = replace(sent, replies=(reply, *others)[:_REPLIES_PER_PROMPT])
-                return True
-        return False
 
 
 def _scopes_of(principal: Principal) -> Sequence[Scope]:

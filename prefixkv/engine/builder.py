@@ -86,16 +86,19 @@ class RequestBuilder:
         try:
             if not isinstance(item, ChatRequest):
                 raise InvalidRequest("bad_request", "", "must be a ChatRequest")
-            prompt, scopes = self.chat_prompt(
-                item.messages, item.principal, item.tools, item.slots, item.template_kwargs, item.few_shot
-            )
-            request = self._request(
-                prompt, scopes, item.principal, item.sampling, item.timeout_s, sink, streams=streams
-            )
-            if prompt.origin is not None:
-                request.recall = self._recall
-                self._recall.remember(item.principal, prompt.origin.sent, prompt.origin.notes)
-            return request
+            while True:
+                prompt, scopes = self.chat_prompt(
+                    item.messages, item.principal, item.tools, item.slots, item.template_kwargs, item.few_shot
+                )
+                request = self._request(
+                    prompt, scopes, item.principal, item.sampling, item.timeout_s, sink, streams=streams
+                )
+                if prompt.origin is None:
+                    return request
+                request.recall, origin = self._recall, prompt.origin
+                # Else it was purged while the prompt was made, which may still say what was purged: make it anew.
+                if self._recall.remember(item.principal, origin.sent, origin.notes, origin.past):
+                    return request
         except InvalidRequest as error:
             if not path:
                 raise

@@ -151,7 +151,8 @@ class LiveRequest:
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
         spelt = reply.detokenizer.spells(ids, text)
-        self.recall.add_reply(self.principal, origin.sent.text, RememberedReply(text, tuple(ids) if spelt else ()))
+        kept = RememberedReply(text, tuple(ids) if spelt else ())
+        self.recall.add_reply(self.principal, origin.sent, kept, origin.past)
 
     def _emit(self, reply: Reply, text: str, token_ids: tuple[int, ...]) -> None:
         if not self.streams:

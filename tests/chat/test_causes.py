@@ -76,7 +76,7 @@ class Shop:
         if reply is not None:
             spelt = self.ids(reply) if reply_ids is None else reply_ids
             assert prompt.origin.sent is not None
-            self.recall.add_reply(who, prompt.origin.sent.text, Reply(reply, tuple(spelt)))
+            self.recall.add_reply(who, prompt.origin.sent, Reply(reply, tuple(spelt)))
             ids += spelt
         if is_stored:
             self._store(prompt, ids, who)
