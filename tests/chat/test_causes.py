@@ -407,7 +407,7 @@ def test_left_out_reasoning_is_named_where_its_marks_are_tokens_of_the_model(dat
     reply = "<think>\nsum\n</think>\n\n4"
     ids = tuple(tokenizer.encode(reply, add_special_tokens=False))
     recall.remember(who, first.origin.sent, {})
-    recall.add_reply(who, first.origin.sent.text, Reply(reply, ids))
+    recall.add_reply(who, first.origin.sent, Reply(reply, ids))
     messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "3+3?"}]
     second = segmenter.segment(messages, policy=TenantPolicy(), past=recall.past(who))
     stored = [*first.token_ids, *ids]
