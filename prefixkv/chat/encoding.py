@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import eq
 from typing import Any
 
+from prefixkv.chat.rendering import common_prefix
 from prefixkv.errors import InvalidRequest
 
 __all__ = ["Encoded", "Encoder"]
@@ -202,7 +203,7 @@ class Encoder:
             )
         shared = out["input_ids"][0]
         for other in out["input_ids"][1:]:
-            shared = shared[: _common(shared, other)]
+            shared = shared[: common_prefix(shared, other)]
         ends = _ends(out["offset_mapping"][0])
         return start + (ends[len(shared) - 1] if shared and ends else 0)
 
@@ -227,7 +228,7 @@ class Encoder:
             return len(token_ids)
         with self._lock:
             alone = (self._encode_pieces if is_marked else self._encode)(text[:position]).token_ids
-        return _common(alone, token_ids)
+        return common_prefix(alone, token_ids)
 
     def _encode(self, text: str, **kwargs: Any) -> Encoded:
         if self._backend is not None and not kwargs:
@@ -294,12 +295,6 @@ class Encoder:
             if tokens * longest < _RUN_LENGTH:
                 return None
         return longest
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many ids two sequences share from the start."""
-    size = min(len(first), len(second))
-    return next((i for i in range(size) if first[i] != second[i]), size)
 
 
 def _private_copy(tokenizer: Any) -> Any:

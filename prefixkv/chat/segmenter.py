@@ -22,7 +22,7 @@ from prefixkv.chat.regions import lay_out_with_anchors
 from prefixkv.chat.rendering import Anchors, ChatInput
 from prefixkv.chat.seen import encode_seen
 from prefixkv.chat.segment import Prompt, Segment, SegmentKind
-from prefixkv.chat.shapes import Shapes
+from prefixkv.chat.shapes import RenderedChat, Shapes
 from prefixkv.chat.times import template_clock
 from prefixkv.errors import ContextOverflow, InvalidRequest
 from prefixkv.policy import TenantPolicy
@@ -163,13 +163,13 @@ class Segmenter:
     def _with_origin(
         self, prompt: Prompt, sent: Sent | None, intake: Intake, layout: Layout, policy: TenantPolicy, past: Past
     ) -> Prompt:
-        injects_date = self.profile is not None and self.profile.injects_date and policy.template_clock is None
-        strips_reasoning = self.profile is not None and self.profile.strips_reasoning
-        warnings = self.profile.warnings if self.profile is not None and injects_date else ()
+        profile = self.profile
+        injects_date = profile is not None and profile.injects_date and policy.template_clock is None
+        warnings = profile.warnings if profile is not None and injects_date else ()
         return replace(
             prompt,
             warnings=(*intake.filled.warnings, *layout.warnings, *warnings),
-            origin=Origin(sent, intake.notes, past, injects_date, strips_reasoning),
+            origin=Origin(sent, intake.notes, past, injects_date, profile is not None and profile.strips_reasoning),
         )
 
     # -- checks --------------------------------------------------------------------------------------------------
@@ -211,15 +211,16 @@ class Segmenter:
         return encoded
 
     def _lay_out(self, shown: ChatInput, intake: Intake, text: str, is_marked: bool, shapes: Shapes) -> Layout:
-        filled, labels, tools = intake.filled, intake.labels, intake.tool_digests
+        filled, labels = intake.filled, intake.labels
         # What documents say is not the template's own, so nothing is learnt from such a chat.
         known = None if is_marked or "documents" in shown.template_kwargs else shapes
         setting = (
             hashlib.blake2b(repr(sorted(shown.template_kwargs.items())).encode(), digest_size=16).digest(),
             shown.add_generation_prompt, shown.continue_final_message, shown.template, shown.in_parts,
         )  # fmt: skip
+        asked = RenderedChat(setting, intake.tool_digests, filled.messages, labels, filled.spans, text)
         if known is not None:
-            layout = known.lay_out(setting, tools, filled.messages, labels, filled.spans, text)
+            layout = known.lay_out(asked)
             if layout is not None:
                 return layout
         anchors = Anchors(filled.messages, filled.spans)
@@ -231,7 +232,7 @@ class Segmenter:
             slots += [(i, label.name) for i, label in enumerate(labels) if label.name is not None]
             return lay_out_by_prefixes(shown, labels, slots, text)
         if known is not None:
-            known.learn(setting, tools, filled.messages, labels, filled.spans, found.layout, found.places, text)
+            known.learn(asked, found.layout, found.places)
         return found.layout
 
     def _cut(

@@ -15,7 +15,7 @@ from prefixkv.chat.labels import Label, Layout
 from prefixkv.chat.segment import SegmentKind
 from prefixkv.chat.slots import SlotSpan
 
-__all__ = ["Shapes", "Tails"]
+__all__ = ["RenderedChat", "Shapes", "Tails"]
 
 _MOST_HEADS, _LONGEST_HEAD = 4, 2**16
 _MOST_GAPS = 512
@@ -42,6 +42,27 @@ class _Gap:
     cut: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A chat and what it was rendered to. Frozen.
+
+    Attributes:
+        setting: All that decides the template's words besides messages and tools.
+        tools: Digests of the tools.
+        messages: The messages.
+        labels: Of the messages.
+        spans: Slots in each message.
+        text: What they were rendered to.
+    """
+
+    setting: tuple[object, ...]
+    tools: tuple[bytes, ...]
+    messages: Sequence[Mapping[str, Any]]
+    labels: Sequence[Label]
+    spans: Sequence[Sequence[SlotSpan]]
+    text: str
+
+
 class Shapes:
     """Words of the template as one tenant's chats showed them. Any thread may use it.
 
@@ -56,33 +77,17 @@ class Shapes:
         self._heads: dict[tuple[object, ...], _Head] = {}
         self._gaps: dict[tuple[object, ...], _Gap] = {}
 
-    def lay_out(
-        self,
-        setting: tuple[object, ...],
-        tools: tuple[bytes, ...],
-        messages: Sequence[Mapping[str, Any]],
-        labels: Sequence[Label],
-        spans: Sequence[Sequence[SlotSpan]],
-        text: str,
-    ) -> Layout | None:
-        """Return the layout of a rendered chat, or None if its shape is not known; changes nothing.
-
-        Args:
-            setting: All that decides the template's words besides messages and tools.
-            tools: Digests of the tools.
-            messages: The messages.
-            labels: Of the messages.
-            spans: Slots in each message.
-            text: What they were rendered to.
-        """
-        head = self._heads.get((setting, tools, _kind(labels[0]))) if _are_plain(messages) else None
+    def lay_out(self, chat: RenderedChat) -> Layout | None:
+        """Return the layout of a rendered chat, or None if its shape is not known; changes nothing."""
+        setting, messages, labels, text = chat.setting, chat.messages, chat.labels, chat.text
+        head = self._heads.get((setting, chat.tools, _kind(labels[0]))) if _are_plain(messages) else None
         if head is None:
             return None
         pieces, starts, place = [head.text], [*head.starts], len(head.text)
         for i, (message, label) in enumerate(zip(messages, labels, strict=True)):
             content = message["content"]
             starts.append((place, label))
-            for span in spans[i]:
+            for span in chat.spans[i]:
                 starts.append((place + span.start, Label(SegmentKind.SLOT, label.role, i, span.name)))
                 starts.append((place + span.end, label))
             place += len(content)
@@ -98,30 +103,16 @@ class Shapes:
             return None
         return Layout(starts, list(head.narrowed), [])
 
-    def learn(
-        self,
-        setting: tuple[object, ...],
-        tools: tuple[bytes, ...],
-        messages: Sequence[Mapping[str, Any]],
-        labels: Sequence[Label],
-        spans: Sequence[Sequence[SlotSpan]],
-        layout: Layout,
-        places: Sequence[tuple[int, int]],
-        text: str,
-    ) -> None:
+    def learn(self, chat: RenderedChat, layout: Layout, places: Sequence[tuple[int, int]]) -> None:
         """Note the words of an anchored layout, if they show what the template always writes.
 
         Args:
-            setting: As above.
-            tools: As above.
-            messages: The messages.
-            labels: Of the messages.
-            spans: Slots in each message.
+            chat: The chat.
             layout: Where things were found.
             places: Start and end of each content.
-            text: What they were rendered to.
         """
-        if not _are_plain(messages) or len(places) != len(messages) or any(spans) or layout.warnings:
+        setting, messages, labels, text = chat.setting, chat.messages, chat.labels, chat.text
+        if not _are_plain(messages) or len(places) != len(messages) or any(chat.spans) or layout.warnings:
             return
         if any(text[start:end] != message["content"] for (start, end), message in zip(places, messages, strict=True)):
             return
@@ -137,7 +128,7 @@ class Shapes:
         if len(self._gaps) + len(messages) > _MOST_GAPS:
             self._gaps = {}
         before = tuple((place, label) for place, label in layout.starts if place < first)
-        self._heads[setting, tools, _kind(labels[0])] = _Head(text[:first], before, tuple(layout.narrowed))
+        self._heads[setting, chat.tools, _kind(labels[0])] = _Head(text[:first], before, tuple(layout.narrowed))
         for i, (_, end) in enumerate(places):
             following = labels[i + 1] if i + 1 < len(labels) else None
             behind = places[i + 1][0] if following else len(text)

@@ -93,8 +93,6 @@ class LiveRequest:
         elif len(reply.seq.token_ids) >= reply.seq.max_tokens_total:
             self.end(reply, "length", text, (token.token_id,))
         else:
-            if text:
-                reply.text.append(text)
             self._emit(reply, text, (token.token_id,))
 
     def end(self, reply: Reply, reason: FinishReason, text: str = "", token_ids: tuple[int, ...] = ()) -> None:
@@ -103,10 +101,6 @@ class LiveRequest:
         if reason == "length" and reply.detokenizer.stopped is not None:
             reason = "stop"  # a stop string was complete, but a longer one could still have begun before it
         reply.finish_reason = reason
-        if text:
-            reply.text.append(text)
-        if reason != "abort":
-            self._remember(reply)
         self._emit(reply, text, token_ids)
         if self.is_done and not self.streams:
             self.sink(self.result())
@@ -155,6 +149,10 @@ class LiveRequest:
         self.recall.add_reply(self.principal, origin.sent, kept, origin.past)
 
     def _emit(self, reply: Reply, text: str, token_ids: tuple[int, ...]) -> None:
+        if text:
+            reply.text.append(text)
+        if reply.finish_reason not in (None, "abort"):
+            self._remember(reply)  # before the reader has it, who may come back with it at once
         if not self.streams:
             return
         result = self.result() if self.is_done else None
