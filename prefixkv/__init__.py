@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from prefixkv import errors
+from prefixkv.collector import paused_collector
 
 if TYPE_CHECKING:
     from prefixkv.chat.explain import CacheReport, MissReason, SegmentReport
@@ -75,7 +76,8 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would take every mi
     def __getattr__(name: str) -> object:
         for module, names in _HOMES:
             if name in names.split():
-                value = getattr(import_module(f"prefixkv.{module}"), name)
+                with paused_collector():
+                    value = getattr(import_module(f"prefixkv.{module}"), name)
                 globals()[name] = value  # found at once from now on
                 return value
         raise AttributeError(f"module 'prefixkv' has no attribute {name!r}")

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from prefixkv.chat.segment import SegmentKind
 from prefixkv.chat.times import template_clock
 from prefixkv.errors import PolicyError, UnknownTenant
-from prefixkv.policy import CLOCK_UNITS, DEFAULT_SCOPES, SEGMENT_KINDS, PolicySet, SlotPolicy, TenantPolicy
+from prefixkv.policy import CLOCK_UNITS, DEFAULT_SCOPES, SEGMENT_KINDS, PolicySet, PoolAmount, SlotPolicy, TenantPolicy
 from prefixkv.scope import ScopeLevel
 
 DATA: dict[str, Any] = {
@@ -60,7 +60,7 @@ max_pool = 0.5
 def test_fields_arrive_as_written() -> None:
     """Levels become levels, sizes become numbers, what is left out keeps its default."""
     policy = PolicySet.load(DATA).get("acme")
-    assert (policy.weight, policy.max_pool) == (2.0, 64 * 2**20)
+    assert (policy.weight, policy.max_pool) == (2.0, PoolAmount(size_bytes=64 * 2**20))
     assert (policy.max_prompt_tokens, policy.max_queued_requests) == (4096, 8)
     assert policy.scope_level("tools") is ScopeLevel.USER
     assert policy.scope_level("history") is ScopeLevel.REQUEST
@@ -104,7 +104,7 @@ def test_a_dump_loads_again() -> None:
 
 def test_tenants_outside_the_policies_need_a_default() -> None:
     """Without one they are refused, and the message does not repeat who asked."""
-    assert PolicySet.load(DATA).get("zeta").max_pool == 0.5
+    assert PolicySet.load(DATA).get("zeta").max_pool == PoolAmount(share=0.5)
     with pytest.raises(UnknownTenant) as caught:
         PolicySet.load({"tenants": DATA["tenants"]}).get("zeta")
     assert "zeta" not in str(caught.value)
@@ -150,7 +150,7 @@ BAD_TENANTS: list[tuple[str, dict[str, Any], str]] = [
     ("max_prompt_tokens", {"max_prompt_tokens": 0}, "greater than or equal to 1"),
     ("max_prompt_tokens", {"max_prompt_tokens": True}, "integer"),
     ("max_queued_requests", {"max_queued_requests": "4"}, "integer"),
-    ("wieght", {"wieght": 1}, "no such field; there are weight, max_pool"),
+    ("wieght", {"wieght": 1}, "no such field; there are weight, priority"),
 ]
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 
 import torch
 
+from prefixkv.cache.keys import ScopeKeys
 from prefixkv.cache.manager import KVCacheManager
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.cache.table import CopyRows
 from prefixkv.chat.explain import CacheReport, build_report
 from prefixkv.chat.recall import Recall
 from prefixkv.chat.segment import Prompt
-from prefixkv.engine.limits import Limits
+from prefixkv.config import EngineConfig
+from prefixkv.engine.limits import Limits, PoliciesInForce, TenantLimits
 from prefixkv.engine.live import LiveRequest, Reply
 from prefixkv.engine.result import Publication, PurgeReceipt
 from prefixkv.errors import ContextOverflow, ExecutionError, IntegrityError, QueueFull, QuotaExceeded
@@ -61,6 +64,27 @@ class EngineCore:
         self._live: dict[ScheduledSequence, tuple[LiveRequest, Reply]] = {}
         self._publications: dict[str, int] = {}
         self._next_publication = 1
+
+    @classmethod
+    def assemble(
+        cls, runner: ModelRunner, fingerprint: bytes, config: EngineConfig, policies: PoliciesInForce
+    ) -> EngineCore:
+        """Make a core with all its parts.
+
+        Args:
+            runner: The model and its pool.
+            fingerprint: Of the model and its tokenizer.
+            config: Of the engine.
+            policies: The policies in force.
+        """
+        block_size = config.cache.block_size
+        tenants = TenantLimits(policies.get, runner.num_blocks, block_size, runner.spec.bytes_per_block)
+        keys = ScopeKeys(config.secret or secrets.token_bytes(32), fingerprint + b"|" + runner.pool_key)
+        manager = KVCacheManager(
+            runner.num_blocks, block_size, keys, weight=tenants.weight, ceiling=tenants.ceiling_blocks
+        )
+        scheduler = Scheduler(config.scheduler, manager, tenants.weight)
+        return cls(runner, manager, scheduler, Limits(tenants, manager, scheduler), config.debug)
 
     # -- requests --------------------------------------------------------------------------------------------------
 

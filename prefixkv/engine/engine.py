@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import secrets
 import sys
 import time
 import weakref
@@ -14,26 +13,24 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
-from prefixkv.cache.keys import ScopeKeys
-from prefixkv.cache.manager import KVCacheManager
 from prefixkv.chat.explain import CacheReport
 from prefixkv.chat.segmenter import Segmenter
+from prefixkv.collector import paused_collector
 from prefixkv.config import EngineConfig, SamplingParams
 from prefixkv.engine.builder import RequestBuilder
 from prefixkv.engine.core import EngineCore
-from prefixkv.engine.limits import Limits, PoliciesInForce, TenantLimits
+from prefixkv.engine.limits import PoliciesInForce
 from prefixkv.engine.live import Event, LiveRequest
 from prefixkv.engine.request import ChatRequest
 from prefixkv.engine.result import ChatResult, Publication, PurgeReceipt
 from prefixkv.engine.stream import TokenStream
-from prefixkv.engine.thread import EngineThread, run_apart
+from prefixkv.engine.thread import EngineThread, building, run_apart
 from prefixkv.errors import ConfigError, EngineClosed, ExecutionError, InvalidRequest
 from prefixkv.measure.metrics import EngineStats, TenantStats
 from prefixkv.model.fused import reserve_pages
 from prefixkv.model.load import LoadedModel, load, wrap
 from prefixkv.model.runner import ModelRunner
 from prefixkv.policy import PolicySet
-from prefixkv.scheduler.scheduler import Scheduler
 from prefixkv.scope import Principal
 
 __all__ = ["Engine"]
@@ -98,10 +95,11 @@ class Engine:
         say = progress or _say
         started = time.monotonic()
         name = str(model) if isinstance(model, PathLike) else model
-        loaded = run_apart(lambda: load(name, dtype=config.dtype, device=config.device, progress=say))
         engine = cls.__new__(cls)
-        say("proving that the pool changes nothing")
-        engine._start(name, loaded, config, policy_set)
+        with paused_collector():
+            loaded = run_apart(lambda: load(name, dtype=config.dtype, device=config.device, progress=say))
+            say("proving that the pool changes nothing")
+            engine._start(name, loaded, config, policy_set)
         say(f"ready in {time.monotonic() - started:.1f} s: {engine.describe()}")
         return engine
 
@@ -111,17 +109,10 @@ class Engine:
         self._loaded = loaded
         self._policies = policies_in_force = PoliciesInForce(policies)
         pages = reserve_pages(loaded.model)
-        # Before the model is touched: a tokenizer that will not do leaves it as it was.
-        self._segmenter = Segmenter(loaded.tokenizer, vocab_tokens=loaded.vocab_size)
-        runner = run_apart(lambda: ModelRunner.build(loaded, config.cache, pages))
-        self._runner = runner
-        tenants = TenantLimits(policies_in_force.get, runner.num_blocks, runner.spec.bytes_per_block)
-        keys = ScopeKeys(config.secret or secrets.token_bytes(32), loaded.fingerprint + b"|" + runner.pool_key)
-        manager = KVCacheManager(
-            runner.num_blocks, config.cache.block_size, keys, weight=tenants.weight, ceiling=tenants.ceiling_blocks
-        )
-        scheduler = Scheduler(config.scheduler, manager, tenants.weight)
-        self._core = EngineCore(runner, manager, scheduler, Limits(tenants, manager, scheduler), config.debug)
+        with building(lambda: ModelRunner.build(loaded, config.cache, pages), undo=ModelRunner.close) as build:
+            self._segmenter = Segmenter(loaded.tokenizer, vocab_tokens=loaded.vocab_size)
+        self._runner = runner = build.result()
+        self._core = EngineCore.assemble(runner, loaded.fingerprint, config, policies_in_force)
         max_context = min(size for size in (config.max_context, loaded.max_context, 2**31) if size is not None)
         self.builder = RequestBuilder(loaded, self._segmenter, max_context, policies_in_force.get, self._core.recall)
         self._thread = EngineThread(self._core)

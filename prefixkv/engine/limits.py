@@ -32,13 +32,15 @@ class TenantLimits:
     Args:
         policies: Returns the policies; asked anew each time, since they may be reloaded.
         num_blocks: Blocks in the pool.
+        block_size: Tokens of one.
         bytes_per_block: Bytes of one.
     """
 
-    def __init__(self, policies: Callable[[], PolicySet], num_blocks: int, bytes_per_block: int) -> None:
+    def __init__(
+        self, policies: Callable[[], PolicySet], num_blocks: int, block_size: int, bytes_per_block: int
+    ) -> None:
         self._policies = policies
-        self._num_blocks = num_blocks
-        self._bytes_per_block = bytes_per_block
+        self._pool = num_blocks, block_size, bytes_per_block
 
     def policy(self, tenant: str) -> TenantPolicy:
         """Return a tenant's policy; one that a reload removed keeps a permissive one while its blocks last."""
@@ -51,12 +53,8 @@ class TenantLimits:
 
     def ceiling_blocks(self, tenant: str) -> int | None:
         """Return how many blocks a tenant may hold at most, or None."""
-        ceiling = self.policy(tenant).max_pool
-        if ceiling is None:
-            return None
-        if isinstance(ceiling, float):
-            return max(1, int(ceiling * self._num_blocks))
-        return max(1, min(self._num_blocks, int(ceiling) // self._bytes_per_block))
+        amount = self.policy(tenant).max_pool
+        return None if amount is None else max(1, amount.blocks(*self._pool))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,15 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 from prefixkv.engine.core import EngineCore
 from prefixkv.errors import EngineClosed
 
-__all__ = ["EngineThread", "run_apart"]
+__all__ = ["EngineThread", "building", "run_apart"]
 
 logger = logging.getLogger("prefixkv.engine")
 T = TypeVar("T")
@@ -140,5 +141,24 @@ def run_apart(work: Callable[[], T]) -> T:
     OpenMP keeps helpers for every live thread that ever ran a parallel region. Once there are more of them than cores
     they all sleep between two regions instead of spinning, and a decode step takes twice as long.
     """
+    with building(work) as build:
+        pass
+    return build.result()
+
+
+@contextmanager
+def building(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> Iterator[Future[T]]:
+    """Run ``work`` on a thread of its own beside the block, which ends when both have ended.
+
+    Args:
+        work: What to run.
+        undo: Called with what it returned if the block raises.
+    """
     with ThreadPoolExecutor(1, thread_name_prefix="prefixkv-load") as pool:
-        return pool.submit(work).result()
+        build = pool.submit(work)
+        try:
+            yield build
+        except BaseException:
+            if build.exception() is None and undo is not None:
+                undo(build.result())
+            raise

@@ -9,7 +9,9 @@ that holds just them. Their rows in the pool's tensors are written and not read;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,6 +113,21 @@ class KVStorage:
             Whether there is more. Once there is not, writing a row never waits for the system.
         """
         return next(self._uncommitted, self) is None  # of the raised parts as well
+
+    @contextmanager
+    def committing_ahead(self) -> Iterator[None]:
+        """Let a thread commit the first large page of each tensor meanwhile; else the first rows wait for them."""
+
+        def commit() -> None:
+            for _ in self._tensors():
+                self.commit_more()
+
+        thread = threading.Thread(target=commit, name="prefixkv-pages", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
 
     def choose_writer(self) -> None:
         """Choose again who writes the rows: kernels may have become ready since."""

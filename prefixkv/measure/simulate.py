@@ -161,7 +161,7 @@ class Simulator:
 class ScopedCache:
     """This library's cache without tensors. Only prompts are stored: replies count once they come back in a prompt.
 
-    A policy's ``max_pool`` counts where it is a share of the pool; bytes mean nothing without a model.
+    A policy's ``max_pool`` counts where it is a share of the pool or in tokens; bytes mean nothing without a model.
 
     Args:
         segmenter: Makes prompts.
@@ -234,8 +234,10 @@ class ScopedCache:
         return self._policies.get(tenant).weight
 
     def _ceiling_blocks(self, tenant: str) -> int | None:
-        share = self._policies.get(tenant).max_pool
-        return max(1, int(share * self._pool_blocks)) if isinstance(share, float) else None
+        most = self._policies.get(tenant).max_pool
+        if most is None or most.size_bytes is not None:
+            return None
+        return max(1, most.blocks(self._pool_blocks, self.manager.block_size, bytes_per_block=1))
 
 
 def _refusal(request: TraceRequest, error: PrefixKVError) -> Refusal:

@@ -83,6 +83,8 @@ class ModelRunner:
         self._backend: AttentionBackend = choice.backend
         self._awaits_backend = readiness.is_waiting()
         self._proof: _Proof | None = None
+        self._prompts: list[list[int]] = []
+        self._stock_is_proved = False
 
     @classmethod
     def build(cls, loaded: LoadedModel, cache: CacheConfig, pages: Arena | None = None) -> ModelRunner:
@@ -106,18 +108,20 @@ class ModelRunner:
             calibration = PoolCalibration.read(cache.calibration)
             calibration.check_made_for(loaded.fingerprint.hex(), cache.kv_format)
         refuse_unsupported(model)
-        prepare_backends(loaded.device.type)
-        if pages is not None:
-            pages.settle()
         attachment = Attachment(model)
         try:
             shape = observe(model)
             spec = KVCacheSpec(shape.layers, shape.dtype, cache.kv_format, cache.block_size)
             if calibration is not None:
                 spec = calibration.applied(spec, biased=shape.softcap or shape.sinks)
-            choice = select_backend(shape.attention_spec(spec, loaded.device.type))
             num_blocks = plan_num_blocks(spec, cache.memory, loaded.device)
             storage = _allocate(spec, num_blocks, loaded.device, calibration)
+            with storage.committing_ahead():  # and the weights' pages still
+                prepare_backends(loaded.device.type)
+                if pages is not None:
+                    pages.settle()
+            choice = select_backend(shape.attention_spec(spec, loaded.device.type))
+            storage.choose_writer()
             runner = cls(model, attachment, shape, storage, choice, calibration)
             runner._prove(loaded, pages)
         except BaseException:
@@ -157,9 +161,12 @@ class ModelRunner:
 
         Raises:
             IntegrityError: If a block table does not fit its chunk or the model skipped a layer.
+            UnsupportedModel: If the model was changed and its own layers, which now run, fail the self-test.
         """
         if self._awaits_backend and not readiness.is_waiting():
             self._change_backend()
+        if not self._stock_is_proved and self.decoder == "stock":  # the model was changed since
+            self._prove_stock()
         batch = ForwardBatch.build(
             chunks, block_size=self.spec.block_size, num_blocks=self.num_blocks, device=self.storage.device
         )
@@ -199,19 +206,27 @@ class ModelRunner:
         longest = min(_SELF_TEST_TOKENS, loaded.max_context or _SELF_TEST_TOKENS)
         generator = torch.Generator().manual_seed(0)
         lengths = (longest, max(1, longest * 2 // 3))
-        prompts = [torch.randint(0, loaded.vocab_size, (n,), generator=generator) for n in lengths]
-        want = torch.cat([self._stock_logits(prompt) for prompt in prompts])
-        proof = [prompt.tolist() for prompt in prompts], want
-        self.self_test_error = self._self_test(*proof)
+        self._prompts = [torch.randint(0, loaded.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+        proof = self._prompts, self._stock_logits(self._prompts)
         if self._awaits_backend:
             self._proof = proof
         try:
             self._fused = FusedDecoder(self._model, self._shape, pages)
             self.self_test_error = self._self_test(*proof)
-            self._use_kernels(proof)
         except (NotFusable, UnsupportedModel) as error:
             self._fused = None
             self.decoder_refusal = str(error)
+            self._prove_stock(proof)
+        self._use_kernels(proof)
+
+    def _prove_stock(self, proof: _Proof | None = None) -> None:
+        """Compare the stock layers over the pool with the stock model: at load, or once they take over.
+
+        Raises:
+            UnsupportedModel: If the logits differ more than rounding explains.
+        """
+        self.self_test_error = self._self_test(*(proof or (self._prompts, self._stock_logits(self._prompts))))
+        self._stock_is_proved = True
 
     def _use_kernels(self, proof: _Proof) -> None:
         """Let compiled kernels run the fused decoder's small steps, if they attend and pass the self-test."""
@@ -262,19 +277,24 @@ class ModelRunner:
         error = (got - want).abs().mean(-1) / want.std(-1).clamp_min(1e-6)
         # One expert chosen otherwise by rounding may move a token far: in 16 bits the middle one counts. A wrong mask,
         # position or option moves most of them.
-        measured = float(error.max() if self.spec.dtype == "float32" else error.median())
-        allowed = _TOLERANCE[self.spec.dtype] * math.sqrt(len(self.spec.layers))
+        dtype = str(self._model.dtype).removeprefix("torch.")  # not the pool's: the model may have been cast since
+        measured = float(error.max() if dtype == "float32" else error.median())
+        allowed = _TOLERANCE[dtype] * math.sqrt(len(self.spec.layers))
         if not measured <= allowed:
             raise UnsupportedModel(
                 f"self-test failed: logits through the pool differ from stock logits by {measured:.3g} of their spread "
-                f"({self.spec.dtype}, allowed {allowed:.3g})"
+                f"({dtype}, allowed {allowed:.3g})"
             )
         return measured
 
-    def _stock_logits(self, prompt: torch.Tensor) -> torch.Tensor:
+    def _stock_logits(self, prompts: list[list[int]]) -> torch.Tensor:
+        """Return [T, V], all prompts side by side. The shorter ones are filled up behind, where nothing looks."""
+        longest = max(map(len, prompts))
+        ids = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=self.storage.device)
         with torch.inference_mode():
-            output = self._model(input_ids=prompt[None].to(self.storage.device), use_cache=False, return_dict=True)
-        return output.logits[0].float().cpu()  # type: ignore[no-any-return]
+            output = self._model(input_ids=ids, use_cache=False, return_dict=True)
+        rows = [logits[: len(prompt)] for logits, prompt in zip(output.logits, prompts, strict=True)]
+        return torch.cat(rows).float().cpu()
 
     def _pooled_logits(self, prompts: list[list[int]]) -> list[torch.Tensor]:
         """Return [T, V] logits of each prompt, packed and in two chunks, over blocks that lie in no order."""

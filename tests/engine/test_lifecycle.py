@@ -38,6 +38,20 @@ def test_an_engine_that_is_dropped_ends_its_thread_and_gives_the_model_back() ->
     assert model.config._attn_implementation == stock
 
 
+def test_a_tokenizer_that_will_not_do_gives_the_model_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is built beside the segmenter: what is built when that fails is taken down again."""
+    model = tiny_model("llama")
+    stock = model.config._attn_implementation
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise UnsupportedModel("no such tokenizer")
+
+    monkeypatch.setattr("prefixkv.engine.engine.Segmenter", refuse)
+    with pytest.raises(UnsupportedModel, match="no such tokenizer"):
+        Engine(model, byte_tokenizer())
+    assert model.config._attn_implementation == stock
+
+
 def test_a_program_that_ends_in_the_middle_of_a_reply_ends_cleanly(repo_root: Path) -> None:
     """A daemon thread that the interpreter finds inside torch at exit aborts the process (exit code -6)."""
     program = (

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from prefixkv.config import CacheConfig
+from prefixkv.errors import UnsupportedModel
+from prefixkv.model import hook
 from prefixkv.model.batch import Chunk
 from prefixkv.model.fused import FAMILIES
 from prefixkv.model.load import wrap
@@ -178,6 +180,26 @@ def test_a_part_that_was_replaced_is_served_as_it_is_now(change: str) -> None:
     assert (got - want).abs().mean() < (0.02 if "cast" in change else 1e-4) * want.std()
     assert "cast" in change or not torch.allclose(got, before, atol=1e-3)
     runner.close()
+
+
+def test_layers_that_take_over_are_proved_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at load, where they do not run: a model that was changed may no longer agree with its pool."""
+    model = tiny_model("llama")
+    runner = make(model, kv_format="model")
+    head = model.model.layers[0].self_attn
+
+    def skips_the_pool(hidden_states: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        if hook._ACTIVE.get() is not None:
+            hidden_states = hidden_states * 1.1
+        return type(head).forward(head, hidden_states, **options)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(head, "forward", skips_the_pool)
+    for _ in range(2):  # it stays refused
+        with pytest.raises(UnsupportedModel, match="self-test failed"):
+            runner.execute(STEPS)
+    monkeypatch.undo()
+    model.lm_head.weight = _turned(model.lm_head.weight)  # a change that its own layers serve
+    runner.execute(STEPS)
 
 
 def test_a_second_engine_on_the_model_does_not_disturb_the_first() -> None:
