@@ -51,8 +51,19 @@ class TenantLimits:
         """Return a tenant's weight."""
         return self.policy(tenant).weight
 
+    def floor_blocks(self, tenant: str) -> int:
+        """Return how many blocks nobody can take from a tenant."""
+        amount = self.policy(tenant).min_pool
+        return 0 if amount is None else amount.blocks(*self._pool)
+
+    def is_strict(self, tenant: str) -> bool:
+        """Return whether a tenant's floor is a hard partition: of the pool, and in proportion of each step."""
+        return self.policy(tenant).isolation == "strict"
+
     def ceiling_blocks(self, tenant: str) -> int | None:
         """Return how many blocks a tenant may hold at most, or None."""
+        if self.is_strict(tenant):
+            return max(1, self.floor_blocks(tenant))
         amount = self.policy(tenant).max_pool
         return None if amount is None else max(1, amount.blocks(*self._pool))
 
