@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from operator import eq
 from typing import Any
 
+from prefixkv.chat.ends import ByteLevelEncoder
 from prefixkv.chat.rendering import common_prefix
 from prefixkv.errors import InvalidRequest
 
@@ -64,6 +65,8 @@ class Encoder:
         self._has_offsets = bool(getattr(self.tokenizer, "is_fast", False))
         self._backend = _own_backend(self.tokenizer, tokenizer)
         vocab: Mapping[str, int] = self.tokenizer.get_vocab()
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        self._byte_level = None if self._backend is None else ByteLevelEncoder.of(self._backend, vocab, added)
         self.vocab_tokens = max(vocab.values(), default=-1) + 1
         self._controls = _control_tokens(self.tokenizer)
         # Longer tokens first: one token may be the beginning of another.
@@ -236,6 +239,9 @@ class Encoder:
             self._backend.no_padding()
             self._backend.no_truncation()
             self._backend.encode_special_tokens = False
+            found = None if self._byte_level is None else self._byte_level.encode(text)
+            if found is not None:
+                return Encoded(*found)
             encoding = self._backend.encode(text, add_special_tokens=False)
             return Encoded(encoding.ids, _ends(encoding.offsets))
         out = self.tokenizer(
