@@ -136,9 +136,12 @@ class AsyncEngine:
         template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         few_shot: int | None = None,
+        continue_final_message: bool = False,
     ) -> ChatResult:
         """See :meth:`Engine.chat`."""
-        request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s, few_shot)
+        request = ChatRequest(
+            messages, principal, tools, slots, sampling, template_kwargs, timeout_s, few_shot, continue_final_message
+        )
         return await self._run(lambda sink: self._engine.builder.chat(request, sink, streams=False), ChatResult)
 
     def stream(
@@ -152,9 +155,12 @@ class AsyncEngine:
         template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         few_shot: int | None = None,
+        continue_final_message: bool = False,
     ) -> AsyncTokenStream:
         """See :meth:`Engine.stream`. The request starts with the first iteration."""
-        request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s, few_shot)
+        request = ChatRequest(
+            messages, principal, tools, slots, sampling, template_kwargs, timeout_s, few_shot, continue_final_message
+        )
         return AsyncTokenStream(self._engine, lambda sink: self._engine.builder.chat(request, sink, streams=True))
 
     async def complete(
@@ -205,6 +211,7 @@ class AsyncEngine:
         slots: Mapping[str, str] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         few_shot: int | None = None,
+        continue_final_message: bool = False,
     ) -> CacheReport:
         """See :meth:`Engine.explain`."""
         return await asyncio.to_thread(
@@ -215,6 +222,7 @@ class AsyncEngine:
             slots=slots,
             template_kwargs=template_kwargs,
             few_shot=few_shot,
+            continue_final_message=continue_final_message,
         )
 
     async def publish(

@@ -58,28 +58,21 @@ class RequestBuilder:
         self._policies = policies
         self._ids = itertools.count()
 
-    def chat_prompt(
-        self,
-        messages: Messages,
-        principal: Principal,
-        tools: Tools | None,
-        slots: Mapping[str, str] | None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        few_shot: int | None = None,
-    ) -> tuple[Prompt, ScopeMap]:
+    def chat_prompt(self, item: ChatRequest) -> tuple[Prompt, ScopeMap]:
         """Render and tokenise messages, and say whose each token is. Remembers nothing."""
-        policy = self._policy(principal)
+        policy = self._policy(item.principal)
         prompt = self._segmenter.segment(
-            messages,
+            item.messages,
             policy=policy,
-            tools=tools,
-            slots=slots,
-            template_kwargs=template_kwargs,
-            few_shot=few_shot,
-            past=self._recall.past(principal),
+            tools=item.tools,
+            slots=item.slots,
+            continue_final_message=item.continue_final_message,
+            template_kwargs=item.template_kwargs,
+            few_shot=item.few_shot,
+            past=self._recall.past(item.principal),
             limit=self._max_context - 1,
         )
-        return self._scoped(prompt, principal)
+        return self._scoped(prompt, item.principal)
 
     def chat(self, item: ChatRequest, sink: Callable[[Event], None], *, streams: bool, path: str = "") -> LiveRequest:
         """Build the request of a chat; ``path`` goes before the path in an error."""
@@ -87,9 +80,7 @@ class RequestBuilder:
             if not isinstance(item, ChatRequest):
                 raise InvalidRequest("bad_request", "", "must be a ChatRequest")
             while True:
-                prompt, scopes = self.chat_prompt(
-                    item.messages, item.principal, item.tools, item.slots, item.template_kwargs, item.few_shot
-                )
+                prompt, scopes = self.chat_prompt(item)
                 request = self._request(
                     prompt, scopes, item.principal, item.sampling, item.timeout_s, sink, streams=streams
                 )

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 from prefixkv.chat.explain import CacheReport
 from prefixkv.chat.segmenter import Segmenter
@@ -25,7 +25,8 @@ from prefixkv.engine.request import ChatRequest
 from prefixkv.engine.result import ChatResult, Publication, PurgeReceipt
 from prefixkv.engine.stream import TokenStream
 from prefixkv.engine.thread import EngineThread, building, run_apart
-from prefixkv.errors import ConfigError, EngineClosed, ExecutionError, InvalidRequest
+from prefixkv.engine.waiting import run_batch, run_one
+from prefixkv.errors import ConfigError, EngineClosed, InvalidRequest
 from prefixkv.measure.metrics import EngineStats, TenantStats
 from prefixkv.model.fused import reserve_pages
 from prefixkv.model.load import LoadedModel, load, wrap
@@ -39,7 +40,6 @@ logger = logging.getLogger("prefixkv")
 
 Policies = PolicySet | Mapping[str, Any] | str | PathLike[str] | None
 Progress = Callable[[str], None] | None
-T = TypeVar("T")
 
 
 class Engine:
@@ -132,6 +132,7 @@ class Engine:
         template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         few_shot: int | None = None,
+        continue_final_message: bool = False,
     ) -> ChatResult:
         """Answer a conversation.
 
@@ -144,6 +145,7 @@ class Engine:
             template_kwargs: More variables for the chat template, such as ``enable_thinking``.
             timeout_s: Seconds after which the reply ends with what there is, ``finish_reason`` ``"abort"``.
             few_shot: How many messages behind the system text are examples, shared like it; None asks the policy.
+            continue_final_message: Leave the last message open: the reply goes on with it.
 
         Raises:
             InvalidRequest: If the request cannot be served as written; ``code``, ``path`` and ``hint`` say why.
@@ -154,8 +156,10 @@ class Engine:
             EngineClosed: If the engine is closed.
             ExecutionError: If the model failed on it.
         """
-        request = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s, few_shot)
-        return self._run(lambda sink: self.builder.chat(request, sink, streams=False), ChatResult)
+        request = ChatRequest(
+            messages, principal, tools, slots, sampling, template_kwargs, timeout_s, few_shot, continue_final_message
+        )
+        return run_one(self, lambda sink: self.builder.chat(request, sink, streams=False), ChatResult)
 
     def stream(
         self,
@@ -168,12 +172,15 @@ class Engine:
         template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         few_shot: int | None = None,
+        continue_final_message: bool = False,
     ) -> TokenStream:
         """Answer a conversation piece by piece; arguments and errors as in :meth:`chat`.
 
         The request starts at once. ``close()``, leaving a ``with`` block, or dropping the stream cancels it.
         """
-        item = ChatRequest(messages, principal, tools, slots, sampling, template_kwargs, timeout_s, few_shot)
+        item = ChatRequest(
+            messages, principal, tools, slots, sampling, template_kwargs, timeout_s, few_shot, continue_final_message
+        )
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         request = self.builder.chat(item, events.put, streams=True)
         self.submit(request)
@@ -188,7 +195,7 @@ class Engine:
         timeout_s: float | None = None,
     ) -> ChatResult:
         """Continue raw text or token ids, without a template; errors as in :meth:`chat`."""
-        return self._run(lambda sink: self.builder.text(prompt, principal, sampling, timeout_s, sink), ChatResult)
+        return run_one(self, lambda sink: self.builder.text(prompt, principal, sampling, timeout_s, sink), ChatResult)
 
     def chat_batch(self, requests: Sequence[ChatRequest], *, return_exceptions: bool = False) -> list[Any]:
         """Answer many requests at once, batched continuously; results in order.
@@ -202,33 +209,7 @@ class Engine:
             InvalidRequest: And the other errors of :meth:`chat`, for the first request that failed. What is wrong
                 with a request as written is raised before any of them starts.
         """
-        prepared: list[LiveRequest | Exception] = []
-        events: list[queue.SimpleQueue[Event]] = []
-        for place, item in enumerate(requests):
-            sink: queue.SimpleQueue[Event] = queue.SimpleQueue()
-            events.append(sink)
-            try:
-                prepared.append(self.builder.chat(item, sink.put, streams=False, path=f"requests[{place}]."))
-            except Exception as error:
-                if not return_exceptions:
-                    raise
-                prepared.append(error)
-        results: list[Any] = []
-        try:
-            for request in prepared:
-                if isinstance(request, LiveRequest):
-                    self.submit(request)
-            for request, sink in zip(prepared, events, strict=True):
-                results.append(sink.get() if isinstance(request, LiveRequest) else request)
-        finally:
-            for request in prepared[len(results) :]:
-                if isinstance(request, LiveRequest):
-                    self.cancel(request)
-        if not return_exceptions:
-            for result in results:
-                if isinstance(result, Exception):
-                    raise result
-        return results
+        return run_batch(self, requests, return_exceptions=return_exceptions)
 
     # -- cache control ---------------------------------------------------------------------------------------------
 
@@ -241,9 +222,13 @@ class Engine:
         slots: Mapping[str, str] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         few_shot: int | None = None,
+        continue_final_message: bool = False,
     ) -> CacheReport:
         """Report what of a request would hit now, and why the rest would not. Runs and changes nothing."""
-        prompt, scopes = self.builder.chat_prompt(messages, principal, tools, slots, template_kwargs, few_shot)
+        item = ChatRequest(
+            messages, principal, tools, slots, None, template_kwargs, None, few_shot, continue_final_message
+        )
+        prompt, scopes = self.builder.chat_prompt(item)
         return self._thread.call(lambda: self._core.explain(prompt, scopes, principal))
 
     def publish(
@@ -265,7 +250,7 @@ class Engine:
             QuotaExceeded: If pinning it would leave no room for other requests.
             InvalidRequest: And the other errors of :meth:`chat`.
         """
-        return self._run(lambda sink: self.builder.publication(messages_or_text, tools, tenant, sink), Publication)
+        return run_one(self, lambda sink: self.builder.publication(messages_or_text, tools, tenant, sink), Publication)
 
     def unpublish(self, publication: str | Publication) -> bool:
         """Let published text be evicted like any other; return whether there was such a publication."""
@@ -356,20 +341,6 @@ class Engine:
         """End a submitted request as soon as the step that runs is over; a finished one is left alone."""
         with contextlib.suppress(EngineClosed):
             self._thread.post(lambda: self._core.abort(request), lambda error: None)
-
-    def _run(self, prepare: Callable[[Callable[[Event], None]], LiveRequest], kind: type[T]) -> T:
-        """Submit a request that does not stream and wait for its one event; an interrupted wait cancels it."""
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        request = prepare(events.put)
-        self.submit(request)
-        try:
-            event = events.get()
-        except BaseException:
-            self.cancel(request)
-            raise
-        if isinstance(event, kind):
-            return event
-        raise event if isinstance(event, Exception) else ExecutionError("purged before it was complete")
 
 
 def _checked(config: EngineConfig | None) -> EngineConfig:

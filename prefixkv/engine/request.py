@@ -24,3 +24,4 @@ class ChatRequest:
     template_kwargs: Mapping[str, Any] | None = None
     timeout_s: float | None = None
     few_shot: int | None = None
+    continue_final_message: bool = False

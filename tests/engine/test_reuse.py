@@ -133,3 +133,16 @@ def test_sixty_four_clients_in_a_tight_pool_get_their_cold_replies(make_engine: 
     assert stats.evictions > 0
     assert stats.blocks_in_use == 0
     engine.check()
+
+
+def test_a_reply_that_was_begun_goes_on(engine: Engine) -> None:
+    """The last message stays open: no header, no end token behind it, and what stood before it is a hit."""
+    who, hello = Principal("acme", user="u", session="s"), [{"role": "user", "content": "hello"}]
+    engine.chat(hello, principal=who, sampling=ONE)
+    begun = [*hello, {"role": "assistant", "content": "Once upon"}]
+    report = engine.explain(begun, principal=who, continue_final_message=True)
+    result = engine.chat(begun, principal=who, sampling=ONE, continue_final_message=True)
+    assert [part.kind for part in result.report.segments][-1] != "generation_prompt"
+    assert report.cached_tokens == result.usage.cached_tokens > 0
+    whole = engine.explain(begun, principal=who)
+    assert whole.prompt_tokens > result.usage.prompt_tokens
