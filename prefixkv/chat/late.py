@@ -85,7 +85,7 @@ def place_notes(filled: FilledMessages, notes: Mapping[int, LateNote], *, as_mes
     Args:
         filled: The messages.
         notes: Index of a user message to its note.
-        as_messages: Whether notes are system messages, or the beginning of the user's.
+        as_messages: Whether notes behind other messages are system messages, or the beginning of the user's.
     """
     if not notes:
         return Placed(filled, {})
@@ -94,7 +94,7 @@ def place_notes(filled: FilledMessages, notes: Mapping[int, LateNote], *, as_mes
     alone: dict[int, str] = {}
     for i, (message, own) in enumerate(zip(filled.messages, filled.spans, strict=True)):
         note = notes.get(i)
-        if note is not None and as_messages:
+        if note is not None and as_messages and messages:  # in front of all, it would take the system text's place
             alone[len(messages)] = note.name
             messages.append({"role": "system", "content": note.text})
             spans.append(())

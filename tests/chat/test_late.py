@@ -85,6 +85,15 @@ def test_else_it_opens_the_user_turn_and_slots_in_it_move_along() -> None:
     assert chat.messages[1]["content"] == "I am Ann.", "what was given is not changed"
 
 
+def test_a_note_in_front_of_all_is_no_system_message() -> None:
+    """Templates write a system text of their own only where the chat brings none."""
+    chat = filled(user("hi"), assistant("yes"), user("so"))
+    placed = place_notes(chat, {0: NOTE, 2: NOTE}, as_messages=True)
+    assert [message["role"] for message in placed.filled.messages] == ["user", "assistant", "system", "user"]
+    assert placed.filled.messages[0]["content"] == f"{NOTE.text}\n\nhi"
+    assert (placed.filled.spans[0][0].start, placed.notes) == (0, {2: NOTE.name})
+
+
 @pytest.mark.parametrize("as_messages", [True, False])
 def test_without_notes_nothing_is_placed(as_messages: bool) -> None:
     chat = filled(user("a"))
