@@ -291,7 +291,7 @@ class TenantPolicy(_Policy):
 
     def scope_level(self, kind: str) -> ScopeLevel:
         """Return how far segments of ``kind`` are shared."""
-        return self.scopes.get(kind, DEFAULT_SCOPES[kind])
+        return self._writable(self.scopes.get(kind, DEFAULT_SCOPES[kind]))
 
     def ttl_of(self, level: ScopeLevel) -> TTLPolicy:
         """Return how long blocks of a scope level live."""
@@ -300,7 +300,13 @@ class TenantPolicy(_Policy):
 
     def slot(self, name: str) -> SlotPolicy:
         """Return the policy of a slot."""
-        return self.slots.get(name) or SlotPolicy()
+        policy = self.slots.get(name) or SlotPolicy()
+        level = self._writable(policy.scope)
+        return policy if level is policy.scope else policy.model_copy(update={"scope": level})
+
+    def _writable(self, level: ScopeLevel) -> ScopeLevel:
+        """Return how far requests may share it: what is registered is written by publish alone."""
+        return max(level, ScopeLevel.USER) if self.tenant_scope == "registered" else level
 
 
 class PolicySet(_Policy):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 from prefixkv.cache.index import Node
 
@@ -33,11 +33,6 @@ class LRUEviction:
     def tenants(self) -> Iterator[str | None]:
         """Iterate over the tenants that have idle blocks."""
         return iter(self._idle)
-
-    def most_over_share(self, owned_blocks: Mapping[str | None, int], weight: Callable[[str], float]) -> str | None:
-        """Return the tenant with idle blocks that holds most of the pool for its weight; public text goes last."""
-        tenants = [tenant for tenant in self._idle if tenant is not None]
-        return max(tenants, key=lambda tenant: owned_blocks[tenant] / weight(tenant), default=None)
 
     def num_idle(self, tenant: str | None) -> int:
         """Return how many idle blocks a tenant has."""

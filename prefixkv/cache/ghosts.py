@@ -1,4 +1,4 @@
-"""What is gone: enough to tell a principal that rows of its own were evicted or purged, and nothing to anyone else."""
+"""What is gone: enough to tell a principal that its own rows were evicted, expired or purged, and nothing to others."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ _MOST_SCOPES = 4096
 
 
 class Ghosts:
-    """Keys of blocks that were evicted lately, and of scopes that were purged and have stored nothing since.
+    """Keys of blocks that were evicted or expired lately, and of scopes that were purged and have stored nothing since.
 
     A key is a hash under a scope key: who cannot make the scope key finds nothing here. Of what was purged not even
     keys are kept, only that something was.
 
     Args:
-        most_blocks: Evicted blocks that are remembered.
+        most_blocks: Blocks that are remembered.
         block_size: Tokens per block.
     """
 
     def __init__(self, most_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._most_blocks = most_blocks
-        self._blocks: OrderedDict[BlockKey, None] = OrderedDict()
+        self._blocks: OrderedDict[BlockKey, str] = OrderedDict()
         self._scopes: OrderedDict[ScopeKey, None] = OrderedDict()
 
     def evicted(self, node: Node) -> None:
         """Note that a block is about to be destroyed because others needed room."""
-        self._blocks[node.key] = None
-        self._blocks.move_to_end(node.key)
-        if len(self._blocks) > self._most_blocks:
-            self._blocks.popitem(last=False)
+        self._note(node, "evicted")
+
+    def expired(self, nodes: Iterable[Node]) -> None:
+        """Note that blocks are about to be destroyed because their time is over."""
+        for node in nodes:
+            self._note(node, "expired")
 
     def purged(self, scope_keys: Iterable[ScopeKey]) -> None:
         """Note the new keys of scopes whose blocks were destroyed on demand."""
@@ -57,7 +59,7 @@ class Ghosts:
         reach: Iterable[ScopeKey],
         root: Node,
     ) -> str | None:
-        """Return ``evicted`` or ``purged`` if that is why a match ends, else None. Does not mutate.
+        """Return ``evicted``, ``expired`` or ``purged`` if that is why a match ends, else None. Does not mutate.
 
         Args:
             match: What matched.
@@ -74,6 +76,14 @@ class Ghosts:
             # A block that was not yet full may have held less than a whole one, but more than what matches.
             block = token_ids[start : start + self._block_size]
             beginnings = [block[:size] for size in range(len(block), match.partial_rows, -1)]
-            if any(block_key(key, parent.uid, part) in self._blocks for key in reach for part in beginnings):
-                return "evicted"
+            keys = (block_key(key, parent.uid, part) for key in reach for part in beginnings)
+            reason = next((self._blocks[key] for key in keys if key in self._blocks), None)
+            if reason is not None:
+                return reason
         return "purged" if scope_key in self._scopes else None
+
+    def _note(self, node: Node, reason: str) -> None:
+        self._blocks[node.key] = reason
+        self._blocks.move_to_end(node.key)
+        if len(self._blocks) > self._most_blocks:
+            self._blocks.popitem(last=False)

@@ -30,6 +30,9 @@ class Node:
         tokens: Ids of the rows that are committed; fewer than ``block_size`` in a partial node.
         scope: Whose they are.
         scope_key: Key of the scope when they were committed.
+        created_s: When they were first committed, by the clock of :class:`~prefixkv.cache.expiry.Expiry`.
+        used_s: When a sequence last began or ceased to use them.
+        is_indexed: Whether it can be found.
     """
 
     uid: int
@@ -41,6 +44,9 @@ class Node:
     key: BlockKey
     parent: Node | None
     children: dict[ScopeKey, list[Node]] = field(default_factory=dict, repr=False)
+    created_s: float = 0.0
+    used_s: float = 0.0
+    is_indexed: bool = True
 
     @property
     def is_leaf(self) -> bool:
@@ -154,6 +160,7 @@ class BlockIndex:
         if not node.is_leaf:
             raise IntegrityError(f"block {node.block_id} is removed before its children")
         self._unlink(node)
+        node.is_indexed = False
         del self._by_block[node.block_id]
 
     def _link(self, node: Node, tokens: Tokens) -> None:

@@ -6,15 +6,19 @@ Only the engine thread calls it. It never touches a tensor: what must happen to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prefixkv.cache.audit import check_manager
 from prefixkv.cache.eviction import LRUEviction
+from prefixkv.cache.expiry import Expiry, Lifetime
 from prefixkv.cache.ghosts import Ghosts
 from prefixkv.cache.index import BlockIndex, Node
 from prefixkv.cache.keys import ScopeKey, ScopeKeys
 from prefixkv.cache.pool import BlockPool
+from prefixkv.cache.retire import retire
 from prefixkv.cache.scopes import ScopeMap
+from prefixkv.cache.shares import Shares
 from prefixkv.cache.table import BlockOp, CopyRows, PrefixMatch, SequenceBlocks, ZeroBlocks, merged
 from prefixkv.errors import IntegrityError
 from prefixkv.scope import Scope, ScopeLevel
@@ -35,6 +39,10 @@ class KVCacheManager:
         keys: Maker of scope keys.
         weight: A tenant's share of the pool relative to others'.
         ceiling: Most blocks a tenant may hold, or None.
+        floors: Returns how many blocks nobody can take from a tenant, partitions included.
+        partitions: Returns the floors that are not lent.
+        lifetime: Of the blocks of a scope.
+        clock: Seconds that only grow.
     """
 
     def __init__(
@@ -45,18 +53,22 @@ class KVCacheManager:
         *,
         weight: Callable[[str], float] = lambda tenant: 1.0,
         ceiling: Callable[[str], int | None] = lambda tenant: None,
+        floors: Callable[[], Mapping[str, int]] = dict,
+        partitions: Callable[[], Mapping[str, int]] = dict,
+        lifetime: Callable[[Scope], Lifetime] = lambda scope: (None, None),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.index = BlockIndex(block_size)
         self.idle = LRUEviction()
+        self.shares = Shares(self.pool, self.idle, weight=weight, ceiling=ceiling, floors=floors, partitions=partitions)
+        self.expiry = Expiry(lifetime, clock)
         self.keys = keys
         self.ghosts = Ghosts(4 * num_blocks, block_size)
         self.num_evicted = 0
         self.pins: dict[int, tuple[Node, ...]] = {}
         self.sequences: dict[int, SequenceBlocks] = {}
-        self._weight = weight
-        self._ceiling = ceiling
         self._ops: list[BlockOp] = []
         self._next_pin = 1
 
@@ -110,18 +122,7 @@ class KVCacheManager:
 
     def num_available(self, tenant: str | None, keep: Iterable[Node] = ()) -> int:
         """Return how many blocks ``tenant`` could allocate now, evicting idle ones except those in ``keep``."""
-        kept = [node for node in keep if node in self.idle]
-        available = self.pool.num_free + len(self.idle) - len(kept)
-        ceiling = self._ceiling(tenant) if tenant is not None else None
-        if ceiling is not None:
-            own_kept = sum(1 for node in kept if self.pool.owner(node.block_id) == tenant)
-            own = ceiling - self.pool.owned_blocks.get(tenant, 0) + self.idle.num_idle(tenant) - own_kept
-            available = min(available, own)
-        return max(0, available)
-
-    def is_limited_by_ceiling(self, tenant: str | None) -> bool:
-        """Return whether it is the tenant's own ceiling, not the pool, that bounds what it can allocate now."""
-        return self.num_available(tenant) < self.num_available(None)
+        return self.shares.available(tenant, keep)
 
     # -- a sequence's life -----------------------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class KVCacheManager:
         spoilt = [node for node in self.idle if node.scope_key in reach and node.is_prefix_of(token_ids)]
         for node in sorted(spoilt, key=lambda node: -node.depth):
             if node.is_leaf:  # what another sequence or another text stands on stays
-                self._destroy(node)
+                self.destroy(node)
 
     # -- pins, purge -----------------------------------------------------------------------------------------------
 
@@ -250,18 +251,9 @@ class KVCacheManager:
         for pin in [pin for pin, nodes in self.pins.items() if not doomed.keys().isdisjoint(nodes)]:
             self.unpin(pin)
         self.keys.bump(tenant, user, session)
-        # Descendants are never wider than their parents, so whole subtrees are doomed: deepest first.
-        for node in sorted(doomed, key=lambda node: -node.depth):
-            self._destroy(node)
+        retire(self, doomed)  # descendants are never wider than their parents, so whole subtrees are doomed
         self.ghosts.purged(map(self.keys.key, set(doomed.values())))
         return len(doomed), sum(len(node.tokens) for node in doomed)
-
-    def demote(self, scope: Scope) -> int:
-        """Make the idle blocks of one scope the first to be evicted; return how many there are."""
-        nodes = [node for node in self.idle if node.scope == scope]
-        for node in sorted(nodes, key=lambda node: node.depth):
-            self.idle.demote(node)
-        return len(nodes)
 
     # -- the rest --------------------------------------------------------------------------------------------------
 
@@ -357,33 +349,36 @@ class KVCacheManager:
     def _insert(self, scope: Scope, parent: Node, tokens: tuple[int, ...], block_id: int) -> Node:
         key = self.keys.key(scope)
         self.ghosts.stored(key)
-        return self.index.insert(scope, key, parent, tokens, block_id)
+        node = self.index.insert(scope, key, parent, tokens, block_id)
+        self.expiry.added(node)
+        return node
 
     def _allocate(self, tenant: str | None) -> int | None:
-        ceiling = self._ceiling(tenant) if tenant is not None else None
-        if ceiling is not None:
-            # More than once where the ceiling was lowered meanwhile.
-            while self.pool.owned_blocks.get(tenant, 0) >= ceiling and self._evict(tenant):
-                pass
-        if not self.pool.num_free:
-            self._evict(self.idle.most_over_share(self.pool.owned_blocks, self._weight))
-        return self.pool.allocate(tenant)
+        # More than once where the ceiling was lowered meanwhile.
+        while self.shares.is_at_ceiling(tenant) and self._evict(tenant, tenant):
+            pass
+        if not self.shares.free_for(tenant):
+            self._evict(self.shares.victim(tenant), tenant)
+        return self.pool.allocate(tenant) if self.shares.free_for(tenant) else None
 
-    def _evict(self, tenant: str | None) -> bool:
+    def _evict(self, tenant: str | None, by: str | None) -> bool:
         node = self.idle.victim(tenant)
         if node is None:
             return False
         self.ghosts.evicted(node)
-        self._destroy(node)
+        self.destroy(node)
+        self.shares.note_eviction(by, tenant)
         self.num_evicted += 1
         return True
 
-    def _destroy(self, node: Node) -> None:
+    def destroy(self, node: Node) -> None:
+        """Free an idle block that nothing stands on."""
         self.idle.remove(node)
         self.index.remove(node)
         self._free(node.block_id)
 
     def _acquire(self, node: Node) -> None:
+        self.expiry.used(node)
         if self.pool.acquire(node.block_id):
             self.idle.remove(node)
 
@@ -393,6 +388,7 @@ class KVCacheManager:
             if node is None:
                 self._free(block_id)
             else:
+                self.expiry.used(node)
                 self.idle.add(node)
 
     def _free(self, block_id: int) -> None:

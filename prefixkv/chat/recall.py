@@ -8,8 +8,10 @@ decide what a prompt says, so they have room of their own, which prompts do not 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import threading
+import time
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +22,7 @@ from cachetools import LRUCache
 from prefixkv.chat.late import LateNote
 from prefixkv.chat.segment import Segment, SegmentKind
 from prefixkv.chat.shapes import Shapes
-from prefixkv.chat.shelves import Shelves
+from prefixkv.chat.shelves import Kept, Shelves
 from prefixkv.scope import Principal, Scope, ScopeLevel
 
 __all__ = ["Origin", "Past", "Recall", "Reply", "Sent"]
@@ -153,14 +155,27 @@ class Recall:
     Args:
         most_bytes: About how much it may hold of one tenant's prompts. Of notes it is a quarter of that, of all tenants
             together 16 times as much.
+        lifetime: Seconds without use, and in all, that what one scope sent is kept; None is for ever.
+        clock: Seconds that only grow.
     """
 
-    def __init__(self, most_bytes: int = 16 * 2**20) -> None:
+    def __init__(
+        self,
+        most_bytes: int = 16 * 2**20,
+        *,
+        lifetime: Callable[[Scope], tuple[float | None, float | None]] = lambda scope: (None, None),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
+        self._clock = clock
         self._note_bytes = note_bytes = most_bytes // _NOTES_SHARE
-        self._prompts: Shelves[_Prompts] = Shelves(most_bytes, most_bytes * _TENANTS_IN_FULL)
-        self._notes: Shelves[_Notes] = Shelves(note_bytes, note_bytes * _TENANTS_IN_FULL)
+        self._prompts: Shelves[_Prompts] = Shelves(
+            most_bytes, most_bytes * _TENANTS_IN_FULL, lifetime=lifetime, clock=clock
+        )
+        self._notes: Shelves[_Notes] = Shelves(
+            note_bytes, note_bytes * _TENANTS_IN_FULL, lifetime=lifetime, clock=clock
+        )
         self._shapes: LRUCache[str, Shapes] = LRUCache(_MOST_SHAPES)
         self._lost: LRUCache[str, Counter[str]] = LRUCache(_MOST_TENANTS)
         self._forgets: deque[Callable[[Scope], bool]] = deque(maxlen=_MOST_FORGETS)
@@ -287,6 +302,18 @@ class Recall:
             self._prompts.take(scope)
             self._notes.take(scope)
 
+    def sweep(self, *, at_once: bool = False) -> None:
+        """Forget what is past its time; unless ``at_once``, only when something may be."""
+        with self._lock:
+            self._prompts.sweep(at_once=at_once)
+            self._notes.sweep(at_once=at_once)
+
+    def next_s(self) -> float | None:
+        """Return the seconds until something may be past its time, or None if nothing ever is."""
+        with self._lock:
+            end = min(self._prompts.next_sweep_s, self._notes.next_sweep_s)
+        return None if end == math.inf else max(0.0, end - self._clock())
+
     def _forgot(self, is_meant: Callable[[Scope], bool]) -> None:
         self._generation += 1
         self._forgets.append(is_meant)
@@ -306,10 +333,11 @@ class Recall:
             self._prompts.put(scope, entry)
 
 
-class _Prompts:
+class _Prompts(Kept):
     """Prompts of one scope, the latest first."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.sent: list[Sent] = []
 
     @property
@@ -333,10 +361,11 @@ class _Prompts:
                 return
 
 
-class _Notes:
+class _Notes(Kept):
     """Notes of one session, the latest last."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.notes: OrderedDict[bytes, LateNote] = OrderedDict()
 
     @property

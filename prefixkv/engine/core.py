@@ -6,12 +6,13 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from prefixkv.cache.keys import ScopeKeys
 from prefixkv.cache.manager import KVCacheManager
+from prefixkv.cache.retire import demote_scope, destroy_scope, expire
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.cache.table import CopyRows
 from prefixkv.chat.explain import CacheReport, build_report
@@ -26,6 +27,7 @@ from prefixkv.measure.metrics import EngineStats, Metrics, TenantStats
 from prefixkv.model.batch import Chunk
 from prefixkv.model.runner import ModelRunner
 from prefixkv.model.sampler import sample
+from prefixkv.policy import PolicySet
 from prefixkv.scheduler.request import Sequence as ScheduledSequence
 from prefixkv.scheduler.scheduler import ScheduledChunk, Scheduler
 from prefixkv.scope import Principal, Scope, ScopeLevel
@@ -43,6 +45,8 @@ class EngineCore:
         manager: Bookkeeping of that pool.
         scheduler: Chooses steps.
         limits: Decides what is refused.
+        policies: The policies in force.
+        recall: What was sent before.
         debug: Check every invariant whenever nothing runs.
     """
 
@@ -52,6 +56,8 @@ class EngineCore:
         manager: KVCacheManager,
         scheduler: Scheduler,
         limits: Limits,
+        policies: PoliciesInForce,
+        recall: Recall,
         debug: bool = False,
     ) -> None:
         self.runner = runner
@@ -59,7 +65,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.metrics = Metrics()
         self.limits = limits
-        self.recall = Recall()
+        self.recall = recall
+        self._policies = policies
         self._debug = debug
         self._live: dict[ScheduledSequence, tuple[LiveRequest, Reply]] = {}
         self._publications: dict[str, int] = {}
@@ -67,7 +74,12 @@ class EngineCore:
 
     @classmethod
     def assemble(
-        cls, runner: ModelRunner, fingerprint: bytes, config: EngineConfig, policies: PoliciesInForce
+        cls,
+        runner: ModelRunner,
+        fingerprint: bytes,
+        config: EngineConfig,
+        policies: PoliciesInForce,
+        clock: Callable[[], float] = time.monotonic,
     ) -> EngineCore:
         """Make a core with all its parts.
 
@@ -76,15 +88,18 @@ class EngineCore:
             fingerprint: Of the model and its tokenizer.
             config: Of the engine.
             policies: The policies in force.
+            clock: Seconds that only grow, for what expires.
         """
         block_size = config.cache.block_size
-        tenants = TenantLimits(policies.get, runner.num_blocks, block_size, runner.spec.bytes_per_block)
+        tenants = TenantLimits(policies, runner.num_blocks, block_size, runner.spec.bytes_per_block)
         keys = ScopeKeys(config.secret or secrets.token_bytes(32), fingerprint + b"|" + runner.pool_key)
         manager = KVCacheManager(
-            runner.num_blocks, block_size, keys, weight=tenants.weight, ceiling=tenants.ceiling_blocks
-        )
+            runner.num_blocks, block_size, keys, weight=tenants.weight, ceiling=tenants.ceiling_blocks,
+            floors=tenants.floors, partitions=tenants.partitions, lifetime=tenants.lifetime, clock=clock,
+        )  # fmt: skip
         scheduler = Scheduler(config.scheduler, manager, tenants.weight)
-        return cls(runner, manager, scheduler, Limits(tenants, manager, scheduler), config.debug)
+        limits, recall = Limits(tenants, manager, scheduler), Recall(lifetime=tenants.lifetime, clock=clock)
+        return cls(runner, manager, scheduler, limits, policies, recall, config.debug)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -136,7 +151,8 @@ class EngineCore:
 
     def step(self) -> None:
         """Run one iteration: schedule, move rows, one forward, sample, deliver."""
-        self._expire(time.monotonic())
+        self._time_out(time.monotonic())
+        self.sweep()
         chunks = self.scheduler.schedule()
         self._fail_stuck(is_idle=not chunks and not self.scheduler.running)
         self._run_ops()
@@ -213,7 +229,7 @@ class EngineCore:
             if seq in self._live:
                 self.fail(self._live[seq][0], QuotaExceeded("the request no longer fits the room that is left for it"))
 
-    def _expire(self, now: float) -> None:
+    def _time_out(self, now: float) -> None:
         requests = {request for request, _ in self._live.values() if request.deadline_s is not None}
         for request in requests:
             if request.deadline_s is not None and now >= request.deadline_s:
@@ -252,7 +268,8 @@ class EngineCore:
     # -- cache control ---------------------------------------------------------------------------------------------
 
     def explain(self, prompt: Prompt, scopes: ScopeMap, principal: Principal) -> CacheReport:
-        """Report what of a prompt would hit now. Does not mutate."""
+        """Report what of a prompt would hit now."""
+        self.sweep()
         match = self.manager.match(prompt.token_ids, scopes)
         gone = self.manager.why_missing(prompt.token_ids, scopes, match)
         losses = self.recall.losses(principal, counts=False)
@@ -287,10 +304,36 @@ class EngineCore:
         return PurgeReceipt(blocks, tokens, blocks * self.runner.spec.bytes_per_block, len(doomed))
 
     def end_session(self, principal: Principal) -> int:
-        """Make a session's idle blocks the first to be evicted; return how many there are."""
+        """Make a session's idle blocks the first to be evicted; return how many there are.
+
+        Under zero retention they are destroyed, and what of the session still runs is aborted.
+        """
         scope = Scope.of(principal, ScopeLevel.SESSION)
         self.recall.forget_scope(scope)
-        return self.manager.demote(scope)
+        if not self._policies.of(principal.tenant).zero_retention:
+            return demote_scope(self.manager, scope)
+        for request in {request for request, _ in self._live.values() if request.principal == principal}:
+            self.abort(request)
+        blocks = destroy_scope(self.manager, scope)
+        self._run_ops()
+        return blocks
+
+    def sweep(self) -> None:
+        """Destroy what is past its time."""
+        if expire(self.manager):
+            self._run_ops()
+        self.recall.sweep()
+
+    def next_sweep_s(self) -> float | None:
+        """Return the seconds until something cached may be past its time, or None if nothing ever is."""
+        times = [s for s in (self.manager.expiry.next_s(), self.recall.next_s()) if s is not None]
+        return min(times, default=None)
+
+    def reload(self, policies: PolicySet) -> None:
+        """Put other policies in force, between two steps."""
+        self._policies.replace(policies)
+        self.manager.expiry.rebuild(self.manager.index)
+        self.recall.sweep(at_once=True)
 
     # -- looking ---------------------------------------------------------------------------------------------------
 

@@ -271,7 +271,11 @@ class Engine:
         return self._thread.call(lambda: self._core.purge(tenant, user, session))
 
     def end_session(self, principal: Principal) -> int:
-        """Say that a conversation is over: its blocks are the first to be evicted. Returns how many there are."""
+        """Say that a conversation is over. Returns how many blocks it has.
+
+        They are the first to be evicted; under ``zero_retention`` they are destroyed now, and what of the session still
+        runs is aborted.
+        """
         if not isinstance(principal, Principal):
             raise InvalidRequest("missing_principal", "principal", "say whose session ended")
         return self._thread.call(lambda: self._core.end_session(principal))
@@ -284,7 +288,8 @@ class Engine:
         Raises:
             PolicyError: If the new ones are malformed; the message starts with where.
         """
-        self._policies.current = PolicySet.load(source)
+        policies = PolicySet.load(source)
+        self._thread.call(lambda: self._core.reload(policies))
 
     # -- looking ---------------------------------------------------------------------------------------------------
 

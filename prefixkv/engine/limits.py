@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from prefixkv.cache.expiry import Lifetime
 from prefixkv.cache.manager import KVCacheManager
 from prefixkv.engine.live import LiveRequest
 from prefixkv.errors import ContextOverflow, QueueFull, QuotaExceeded
 from prefixkv.policy import PolicySet, TenantPolicy
 from prefixkv.scheduler.request import Sequence
 from prefixkv.scheduler.scheduler import Scheduler
+from prefixkv.scope import Scope
 
 __all__ = ["Limits", "PoliciesInForce", "TenantLimits"]
 
@@ -20,32 +22,46 @@ class PoliciesInForce:
 
     def __init__(self, policies: PolicySet) -> None:
         self.current = policies
+        self._departed: dict[str, TenantPolicy] = {}
+        self._former_default: TenantPolicy | None = None
 
     def get(self) -> PolicySet:
         """Return the policies that count now."""
         return self.current
+
+    def replace(self, policies: PolicySet) -> None:
+        """Put others in force. Who is no longer served keeps its former rules while its blocks last."""
+        former, self.current = self.current, policies
+        self._departed |= former.tenants
+        self._former_default = former.default or self._former_default
+
+    def of(self, tenant: str) -> TenantPolicy:
+        """Return a tenant's policy, or its last one if it is no longer served."""
+        current = self.current
+        rules = current.tenants.get(tenant) or current.default
+        return rules or self._departed.get(tenant) or self._former_default or TenantPolicy()
 
 
 class TenantLimits:
     """Reads numbers off the policies in force.
 
     Args:
-        policies: Returns the policies; asked anew each time, since they may be reloaded.
+        policies: Asked anew each time, since they may be reloaded.
         num_blocks: Blocks in the pool.
         block_size: Tokens of one.
         bytes_per_block: Bytes of one.
     """
 
-    def __init__(
-        self, policies: Callable[[], PolicySet], num_blocks: int, block_size: int, bytes_per_block: int
-    ) -> None:
+    def __init__(self, policies: PoliciesInForce, num_blocks: int, block_size: int, bytes_per_block: int) -> None:
         self._policies = policies
         self._pool = num_blocks, block_size, bytes_per_block
+        self._read: PolicySet | None = None
+        self._floors: dict[str, int] = {}
+        self._partitions: dict[str, int] = {}
 
     def policy(self, tenant: str) -> TenantPolicy:
-        """Return a tenant's policy; one that a reload removed keeps a permissive one while its blocks last."""
-        policies = self._policies()
-        return policies.tenants.get(tenant) or policies.default or TenantPolicy()
+        """Return a tenant's policy; one that a reload removed keeps its last one while its blocks last."""
+        return self._policies.of(tenant)
 
     def weight(self, tenant: str) -> float:
         """Return a tenant's weight."""
@@ -55,6 +71,30 @@ class TenantLimits:
         """Return how many blocks nobody can take from a tenant."""
         amount = self.policy(tenant).min_pool
         return 0 if amount is None else amount.blocks(*self._pool)
+
+    def floors(self) -> Mapping[str, int]:
+        """Return the floor of each tenant that has one, in blocks."""
+        self._read_floors()
+        return self._floors
+
+    def partitions(self) -> Mapping[str, int]:
+        """Return those floors that are hard partitions."""
+        self._read_floors()
+        return self._partitions
+
+    def lifetime(self, scope: Scope) -> Lifetime:
+        """Return the seconds without use, and in all, that what is cached of a scope lives; None is for ever."""
+        if scope.tenant is None:
+            return None, None
+        ttl = self.policy(scope.tenant).ttl_of(scope.level)
+        return ttl.idle, ttl.absolute
+
+    def _read_floors(self) -> None:
+        policies = self._policies.get()
+        if policies is not self._read:
+            self._floors = {name: n for name in policies.tenants if (n := self.floor_blocks(name))}
+            self._partitions = {name: n for name, n in self._floors.items() if self.is_strict(name)}
+            self._read = policies
 
     def is_strict(self, tenant: str) -> bool:
         """Return whether a tenant's floor is a hard partition: of the pool, and in proportion of each step."""
@@ -137,8 +177,10 @@ class Limits:
         pinned = {node for pins in manager.pins.values() for node in pins}
         shared = len(pinned.intersection(manager.match(seq.token_ids, seq.scopes).nodes))
         coming = [other for other in live if not other.generates]
-        left = manager.pool.num_blocks - manager.num_pinned() - sum(map(self._most_blocks, coming))
-        rooms = [_Room(max(0, left), shared, None, "the pool has")]
+        # Others' floors may be full of blocks that nobody can take.
+        kept = sum(floor for other, floor in self._tenants.floors().items() if other != seq.tenant)
+        left = manager.pool.num_blocks - kept - manager.num_pinned() - sum(map(self._most_blocks, coming))
+        rooms = [_Room(max(0, left), shared, None, "the pool has for it")]
         ceiling = self._tenants.ceiling_blocks(seq.tenant) if seq.tenant is not None else None
         if ceiling is not None:
             left = ceiling - manager.num_pinned(seq.tenant)

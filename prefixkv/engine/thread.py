@@ -108,8 +108,8 @@ class EngineThread:
         while self._is_idle() and self._core.use_idle_time():
             time.sleep(0.0005)
         with self._wake:
-            while self._is_idle():
-                self._wake.wait()
+            if self._is_idle():
+                self._wake.wait(self._core.next_sweep_s())
             if self._closing:
                 return False
             count = len(self._tasks)
@@ -122,6 +122,8 @@ class EngineThread:
                 raise
         if self._core.has_work:
             self._core.step()
+        else:
+            self._core.sweep()
         return True
 
     def _is_idle(self) -> bool:

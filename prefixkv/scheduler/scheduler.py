@@ -115,7 +115,7 @@ class Scheduler:
     def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
         while not self.manager.reserve(seq.seq_id, num_tokens):
             # Under its own ceiling a tenant can only make room for itself.
-            pool_is_short = not self.manager.is_limited_by_ceiling(seq.tenant)
+            pool_is_short = not self.manager.shares.is_limited_by_ceiling(seq.tenant)
             victims = [other for other in self.running if pool_is_short or other.tenant == seq.tenant]
             victim = max(victims, key=lambda other: other.seq_id)
             self._preempt(victim)
@@ -184,13 +184,13 @@ class Scheduler:
             alone = manager.num_available(seq.tenant, match.nodes)
             if alone >= manager.blocks_for(match.num_tokens + num_tokens) - len(match.nodes):
                 return None
-            return _Shortage.CEILING if manager.is_limited_by_ceiling(seq.tenant) else _Shortage.POOL
+            return _Shortage.CEILING if manager.shares.is_limited_by_ceiling(seq.tenant) else _Shortage.POOL
         # A preempted sequence asks for everything it lost, or it would be admitted and preempted again and again.
         target = len(seq.token_ids) if seq.was_preempted else match.num_tokens + num_tokens
         needed = manager.blocks_for(target) - len(match.nodes)
         keep = [*match.nodes, match.partial] if match.partial else match.nodes
         # A spare block is left for each running sequence; under a ceiling, for each of the same tenant.
-        if manager.num_available(None, keep) < needed + len(self.running):
+        if manager.shares.room(seq.tenant, keep) < needed + len(self.running):
             return _Shortage.POOL
         own = sum(1 for other in self.running if other.tenant == seq.tenant)
         # Alone under its ceiling it gets all there is, also the block that it would have copied from.

@@ -95,6 +95,7 @@ class WatchedManager(KVCacheManager):
         super().__init__(num_blocks, block_size, keys, **options)  # type: ignore[arg-type]
         self.oracle = Oracle()
         self.pool: FlakyPool = FlakyPool(num_blocks, self.oracle)
+        self.shares._pool = self.pool
         self.pinned: dict[int, tuple[Row, ScopeMap, int]] = {}
 
     def match(self, token_ids, scopes, limit=None):  # type: ignore[no-untyped-def]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from prefixkv.cache.retire import demote_scope
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.scope import Scope
 from tests.cache.fakes import CHAT, SESSION, Pool, everywhere, scopes_of, text
@@ -76,7 +77,7 @@ def test_a_chain_falls_idle_tail_first(how: str) -> None:
     else:
         pool.remember(text(16), scopes_of("a"))
     if how == "demoted":
-        pool.manager.demote(Scope(SESSION, "a", "u", "s"))
+        demote_scope(pool.manager, Scope(SESSION, "a", "u", "s"))
     assert [node.depth for node in pool.manager.idle] == [3, 2, 1, 0]
 
 
@@ -249,7 +250,7 @@ def test_an_ended_session_is_evicted_first_and_its_system_prompt_is_not() -> Non
     pool.remember([*text(6), *text(6, seed=1)], other)
     pool.remember([*text(6), *text(6, seed=2)], ended)
     place = Scope(SESSION, "a", "u", "s")
-    assert pool.manager.demote(place) == len(everywhere(pool.manager, place)) == 2
+    assert demote_scope(pool.manager, place) == len(everywhere(pool.manager, place)) == 2
     pool.start(text(24, seed=3), scopes_of("b"))
     pool.check()
     assert everywhere(pool.manager, place) == []

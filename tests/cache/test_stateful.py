@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from prefixkv.cache.retire import demote_scope
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.scheduler.request import Sequence as Seq
 from prefixkv.scheduler.request import SequenceStatus
@@ -74,7 +75,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(who=principals)
     def end_session(self, who: Principal) -> None:
-        self.manager.demote(Scope.of(who, SESSION))
+        demote_scope(self.manager, Scope.of(who, SESSION))
 
     @precondition(lambda self: self.manager.pins)
     @rule(number=numbers)

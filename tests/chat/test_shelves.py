@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixkv.chat.shelves import Shelves
+from prefixkv.chat.shelves import Kept, Shelves
 from prefixkv.scope import Principal, Scope, ScopeLevel
 
 
-@dataclass(frozen=True)
-class Box:
-    size: int
+class Box(Kept):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.own = size
+
+    @property
+    def size(self) -> int:
+        return self.own
 
 
 def scope_of(tenant: str, session: int) -> Scope:
@@ -59,3 +62,37 @@ def test_when_all_of_them_are_too_much_the_tenant_not_used_for_longest_goes() ->
     shelves.put(scope_of("c", 1), Box(100))
     assert [shelves.get(scope_of(tenant, 1)) is None for tenant in "abc"] == [False, True, False]
     assert shelves.size == 200
+
+
+def test_a_value_past_its_time_is_gone_and_its_use_keeps_it_from_getting_idle() -> None:
+    now = [0.0]
+    shelves: Shelves[Box] = Shelves(100, 1000, lifetime=lambda scope: (10.0, 25.0), clock=lambda: now[0])
+    here, there = scope_of("a", 1), scope_of("a", 2)
+    shelves.put(here, Box(10))
+    shelves.put(there, Box(10))
+    assert shelves.next_sweep_s == 10
+    for now[0] in (9.0, 18.0):
+        assert shelves.get(here) is not None
+    assert (shelves.get(there), shelves.take(there)) == (None, None)
+    kept = shelves.take(here)
+    assert kept is not None
+    now[0] = 24.0
+    shelves.put(here, kept)  # it is as old as before
+    now[0] = 25.0
+    assert shelves.get(here) is None
+    shelves.sweep()
+    assert (shelves.size, shelves.next_sweep_s) == (0, float("inf"))
+
+
+def test_what_is_past_its_time_is_forgotten_without_being_asked_for() -> None:
+    now = [0.0]
+    shelves: Shelves[Box] = Shelves(100, 1000, lifetime=lambda scope: (5.0, None), clock=lambda: now[0])
+    for second in range(20):
+        now[0] = float(second)
+        shelves.sweep()
+        shelves.put(scope_of("a", second), Box(1))
+        assert shelves.size <= 7, "five that live, and what the next look will find"
+    now[0] += 6
+    assert shelves.next_sweep_s <= now[0]
+    shelves.sweep()
+    assert shelves.size == 0

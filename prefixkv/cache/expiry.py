@@ -1,0 +1,80 @@
+"""How long blocks live: idle and absolute limits per scope, by a clock that can be injected."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+
+from prefixkv.cache.index import Node
+from prefixkv.scope import Scope
+
+__all__ = ["Expiry", "Lifetime"]
+
+Lifetime = tuple[float | None, float | None]
+"""Seconds without use, and seconds since it was computed, that a block lives; None is for ever."""
+
+
+class Expiry:
+    """Knows which indexed blocks are past their time. Destroys nothing itself.
+
+    Each block stands in a heap once, under a time that is no later than its end; it is looked at again then, so using a
+    block costs nothing here.
+
+    Args:
+        lifetime: Of the blocks of a scope.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(self, lifetime: Callable[[Scope], Lifetime], clock: Callable[[], float]) -> None:
+        self._lifetime = lifetime
+        self._clock = clock
+        self._heap: list[tuple[float, int, Node]] = []
+
+    def added(self, node: Node) -> None:
+        """Note that a block was stored just now."""
+        node.created_s = node.used_s = self._clock()
+        self._push(node)
+
+    def used(self, node: Node) -> None:
+        """Note that a block is used just now."""
+        node.used_s = self._clock()
+
+    def due(self) -> Iterator[Node]:
+        """Iterate over the blocks whose time has come, each once. Those in use are named as well."""
+        while self._heap and self._heap[0][0] <= self._clock():
+            node = heapq.heappop(self._heap)[2]
+            if not node.is_indexed:
+                continue
+            if self._end(node) <= self._clock():
+                yield node
+            else:
+                self._push(node)
+
+    def again(self, node: Node, delay_s: float) -> None:
+        """Name a block that is past its time once more, after a while: it could not go."""
+        heapq.heappush(self._heap, (self._clock() + delay_s, node.uid, node))
+
+    def rebuild(self, nodes: Iterable[Node]) -> None:
+        """Begin anew, since lifetimes have changed."""
+        self._heap = []
+        for node in nodes:
+            self._push(node)
+
+    def next_s(self) -> float | None:
+        """Return the seconds until something may be due, 0 if it is now, or None if nothing ever is."""
+        return max(0.0, self._heap[0][0] - self._clock()) if self._heap else None
+
+    def _push(self, node: Node) -> None:
+        end = self._end(node)
+        if end != float("inf"):
+            heapq.heappush(self._heap, (end, node.uid, node))
+
+    def _end(self, node: Node) -> float:
+        if node.scope is None:
+            return float("inf")
+        idle_s, absolute_s = self._lifetime(node.scope)
+        ends = (
+            float("inf") if idle_s is None else node.used_s + idle_s,
+            float("inf") if absolute_s is None else node.created_s + absolute_s,
+        )
+        return min(ends)

@@ -1,0 +1,74 @@
+"""How blocks end before anybody needs their room: their time is over, or their session is. One path for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prefixkv.cache.index import Node
+from prefixkv.scope import Scope
+
+if TYPE_CHECKING:
+    from prefixkv.cache.manager import KVCacheManager
+
+__all__ = ["demote_scope", "destroy_scope", "expire", "retire"]
+
+_PINNED_DELAY_S = 60.0
+
+
+def expire(manager: KVCacheManager) -> int:
+    """Destroy what is past its time; return how many blocks. Call it before every use of the cache.
+
+    What is pinned stays. What a running sequence stands on cannot be found any more, and goes when the sequence ends.
+    """
+    due = list(manager.expiry.due())
+    if not due:
+        return 0
+    pinned = {node for nodes in manager.pins.values() for node in nodes}
+    for node in due:
+        if node in pinned:
+            manager.expiry.again(node, _PINNED_DELAY_S)
+    doomed = [node for node in due if node not in pinned]
+    manager.ghosts.expired(doomed)
+    return len(retire(manager, doomed))
+
+
+def demote_scope(manager: KVCacheManager, scope: Scope) -> int:
+    """Make the idle blocks of exactly one scope the first to be evicted; return how many there are."""
+    nodes = [node for node in manager.idle if node.scope == scope]
+    for node in sorted(nodes, key=lambda node: node.depth):
+        manager.idle.demote(node)
+    return len(nodes)
+
+
+def destroy_scope(manager: KVCacheManager, scope: Scope) -> int:
+    """Destroy all blocks of exactly one scope; return how many. Its sequences must be closed before."""
+    nodes = [node for node in manager.index if node.scope == scope]
+    keys = {node.scope_key for node in nodes}
+    retired = retire(manager, nodes)
+    manager.ghosts.purged(keys)
+    return len(retired)
+
+
+def retire(manager: KVCacheManager, nodes: Iterable[Node]) -> set[Node]:
+    """Take blocks and all that stands on them out of the index; free those that nobody uses. Returns all of them."""
+    doomed = {node for top in nodes for node in _with_descendants(top)}
+    used = {node for node in doomed if manager.pool.references(node.block_id)}
+    for blocks in manager.sequences.values():
+        if not used.isdisjoint(blocks.nodes) or blocks.tail in used:
+            blocks.sealed = True  # nothing can be stored behind what is gone
+            blocks.tail = None
+    for node in sorted(doomed, key=lambda node: -node.depth):
+        if node in used:
+            manager.index.remove(node)  # freed, and overwritten, when its last sequence lets go
+        else:
+            manager.destroy(node)
+    return doomed
+
+
+def _with_descendants(node: Node) -> Iterator[Node]:
+    stack = [node]
+    while stack:
+        top = stack.pop()
+        yield top
+        stack += (child for children in top.children.values() for child in children)
