@@ -40,7 +40,7 @@ class Expiry:
         node.used_s = self._clock()
 
     def due(self) -> Iterator[Node]:
-        """Iterate over the blocks whose time has come, each once. Those in use are named as well."""
+        """Iterate over the blocks whose time has come, each once. Those in use and pinned ones are named as well."""
         while self._heap and self._heap[0][0] <= self._clock():
             node = heapq.heappop(self._heap)[2]
             if not node.is_indexed:
@@ -50,9 +50,9 @@ class Expiry:
             else:
                 self._push(node)
 
-    def again(self, node: Node, delay_s: float) -> None:
-        """Name a block that is past its time once more, after a while: it could not go."""
-        heapq.heappush(self._heap, (self._clock() + delay_s, node.uid, node))
+    def unpinned(self, node: Node) -> None:
+        """Note that a block that may have been named while it could not go may go now."""
+        self._push(node)
 
     def rebuild(self, nodes: Iterable[Node]) -> None:
         """Begin anew, since lifetimes have changed."""

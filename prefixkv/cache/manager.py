@@ -233,6 +233,7 @@ class KVCacheManager:
         """Let pinned blocks fall idle."""
         for node in reversed(self.pins.pop(pin)):
             self._drop(node.block_id)
+            self.expiry.unpinned(node)
 
     def num_pinned(self, tenant: str | None = None) -> int:
         """Return how many blocks pins hold (only those of ``tenant``, if given)."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["demote_scope", "destroy_scope", "expire", "retire"]
 
-_PINNED_DELAY_S = 60.0
-
 
 def expire(manager: KVCacheManager) -> int:
     """Destroy what is past its time; return how many blocks. Call it before every use of the cache.
@@ -25,9 +23,6 @@ def expire(manager: KVCacheManager) -> int:
     if not due:
         return 0
     pinned = {node for nodes in manager.pins.values() for node in nodes}
-    for node in due:
-        if node in pinned:
-            manager.expiry.again(node, _PINNED_DELAY_S)
     doomed = [node for node in due if node not in pinned]
     manager.ghosts.expired(doomed)
     return len(retire(manager, doomed))

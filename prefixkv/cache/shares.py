@@ -94,6 +94,11 @@ class Shares:
         if len(self.evictions) > _MOST_PAIRS:
             self.evictions = Counter(dict(self.evictions.most_common(_MOST_PAIRS // 2)))
 
+    def evicted_of(self, tenant: str | None) -> tuple[int, int]:
+        """Return how many blocks a tenant lost to anybody, and how many of them to others."""
+        lost = {by: count for (by, of), count in self.evictions.items() if of == tenant}
+        return sum(lost.values()), sum(count for by, count in lost.items() if by != tenant)
+
     def _room(self, tenant: str | None, kept: Counter[str | None]) -> int:
         owned, idle = self._pool.owned_blocks, self._idle
         # Of idle blocks all can go but those that keep others at their floors.

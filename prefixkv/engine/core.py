@@ -364,13 +364,18 @@ class EngineCore:
             evictions=self.manager.num_evicted,
             preemptions=self.scheduler.num_preemptions,
             steps=self.metrics.steps,
+            evicted_blocks=self.manager.num_evicted,
+            evicted=tuple((by, of, count) for (by, of), count in self.manager.shares.evictions.items()),
             tenants=tuple(sorted({*self.metrics.tenants, *(t for t in pool.owned_blocks if t is not None)})),
         )
 
     def tenant_stats(self, tenant: str) -> TenantStats:
         """Return a snapshot of one tenant."""
+        evicted, by_others = self.manager.shares.evicted_of(tenant)
         return TenantStats(
             **self.metrics.of(tenant),
+            evicted_blocks=evicted,
+            evicted_by_others=by_others,
             blocks=self.manager.pool.owned_blocks.get(tenant, 0),
             running=sum(1 for seq in self.scheduler.running if seq.tenant == tenant),
             waiting=self.scheduler.waiting.num_waiting(tenant),

@@ -40,6 +40,8 @@ class TenantStats:
     """One tenant: its totals since the engine started, and what it holds now.
 
     Attributes:
+        evicted_blocks: Blocks of its own that were evicted.
+        evicted_by_others: Those of them that made room for another tenant.
         volatile_tokens: Tokens that undeclared text which changes has cost, by its kind; see ``MissReason.kind``.
     """
 
@@ -53,6 +55,8 @@ class TenantStats:
     blocks: int
     running: int
     waiting: int
+    evicted_blocks: int = 0
+    evicted_by_others: int = 0
     volatile_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -63,7 +67,11 @@ class TenantStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats(TenantStats):
-    """The whole engine. ``blocks`` counts blocks idle or in use; free + idle + in use == total."""
+    """The whole engine. ``blocks`` counts blocks idle or in use; free + idle + in use == total.
+
+    Attributes:
+        evicted: (tenant that needed room, tenant whose blocks went, blocks); None is the operator's public text.
+    """
 
     blocks_total: int
     blocks_free: int
@@ -74,6 +82,7 @@ class EngineStats(TenantStats):
     preemptions: int
     steps: int
     tenants: tuple[str, ...]
+    evicted: tuple[tuple[str | None, str | None, int], ...] = ()
 
 
 @dataclass(slots=True)

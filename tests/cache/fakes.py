@@ -7,6 +7,7 @@ wrong sequence, the wrong position or the wrong tenant is plainly wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from prefixkv.cache.keys import ScopeKeys
 from prefixkv.cache.manager import KVCacheManager
@@ -72,10 +73,10 @@ class Pool:
         weight: Callable[[str], float] = lambda tenant: 1.0,
         ceiling: Callable[[str], int | None] = lambda tenant: None,
         make: type[KVCacheManager] = KVCacheManager,
+        **options: Any,
     ) -> None:
-        self.manager = make(
-            num_blocks, block_size, ScopeKeys(b"a secret of a test", b"a model"), weight=weight, ceiling=ceiling
-        )
+        keys = ScopeKeys(b"a secret of a test", b"a model")
+        self.manager = make(num_blocks, block_size, keys, weight=weight, ceiling=ceiling, **options)
         self.storage = FakeStorage(num_blocks, block_size)
         self._next_seq = 1000
 

@@ -96,6 +96,9 @@ class WatchedManager(KVCacheManager):
         self.oracle = Oracle()
         self.pool: FlakyPool = FlakyPool(num_blocks, self.oracle)
         self.shares._pool = self.pool
+        self.floors: dict[str, int] = dict(self.shares._floors())
+        # Room that is kept for others makes blocks go before the pool is full.
+        self.oracle.is_lossless = not self.floors
         self.pinned: dict[int, tuple[Row, ScopeMap, int]] = {}
 
     def match(self, token_ids, scopes, limit=None):  # type: ignore[no-untyped-def]
@@ -131,9 +134,19 @@ class WatchedManager(KVCacheManager):
         assert not [node for node in self.index if node.scope and node.scope.is_within(tenant, user, session)]
         return receipt
 
+    def _evict(self, tenant: str | None, by: str | None) -> bool:
+        owned = self.pool.owned_blocks.get(tenant, 0)
+        went = super()._evict(tenant, by)
+        assert not went or tenant == by or tenant is None or owned > self.floors.get(tenant, 0), "another's floor"
+        return went
+
     def check(self) -> None:
         """What is always true, and also that pinned text can still be found."""
         super().check()
+        partitions = self.shares._partitions()
+        waiting = sum(max(0, size - self.pool.owned_blocks.get(tenant, 0)) for tenant, size in partitions.items())
+        assert self.pool.num_free >= waiting, "what waits for a partition was lent"
+        assert all(self.pool.owned_blocks.get(tenant, 0) <= size for tenant, size in partitions.items())
         if self.num_evicted:
             self.oracle.is_lossless = False
         for node in self.index:

@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prefixkv.cache.retire import demote_scope
+from prefixkv.cache.retire import demote_scope, expire
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.scheduler.request import Sequence as Seq
 from prefixkv.scheduler.request import SequenceStatus
-from prefixkv.scope import Principal, Scope
+from prefixkv.scope import Principal, Scope, ScopeLevel
 from tests.cache.fakes import REQUEST, SESSION, TENANT, USER, Pool
 from tests.cache.oracle import WatchedManager
 from tests.scheduler.loop import Loop, cold_reply
@@ -242,13 +242,52 @@ class Serving(Machine):
 class Bookkeeping(Machine):
     """The manager alone, called in every order that its methods allow."""
 
-    @initialize(block_size=sizes, num_blocks=st.integers(8, 64))
-    def begin(self, block_size: int, num_blocks: int) -> None:
-        self.pool = Pool(num_blocks, block_size, make=WatchedManager)
+    @initialize(
+        block_size=sizes,
+        num_blocks=st.integers(8, 64),
+        floors=st.dictionaries(st.sampled_from(TENANTS), st.integers(1, 2), max_size=2),
+        strict=st.booleans(),
+        lifetimes=st.dictionaries(levels, st.tuples(*[st.one_of(st.none(), st.integers(1, 9))] * 2), max_size=2),
+    )
+    def begin(
+        self,
+        block_size: int,
+        num_blocks: int,
+        floors: dict[str, int],
+        strict: bool,
+        lifetimes: dict[ScopeLevel, tuple[float | None, float | None]],
+    ) -> None:
+        partitions = dict(list(floors.items())[:1]) if strict else {}
+        self.now_s, self.lifetimes = 0.0, lifetimes
+        self.pool = Pool(
+            num_blocks,
+            block_size,
+            make=WatchedManager,
+            ceiling=partitions.get,
+            floors=lambda: floors,
+            partitions=lambda: partitions,
+            lifetime=lambda scope: lifetimes.get(scope.level, (None, None)) if scope.tenant else (None, None),
+            clock=lambda: self.now_s,
+        )
         assert isinstance(self.pool.manager, WatchedManager)
         self.manager = self.pool.manager
         self.history = []
         self.open: dict[int, tuple[list[int], int, ScopeMap]] = {}
+
+    @rule(seconds=st.integers(0, 6))
+    def wait(self, seconds: int) -> None:
+        """What is past its time cannot be found, unless it is pinned."""
+        self.now_s += seconds
+        if expire(self.manager):
+            self.manager.oracle.is_lossless = False
+        pinned = {node for nodes in self.manager.pins.values() for node in nodes}
+        for node in set(self.manager.index) - pinned:
+            assert node.scope is not None
+            idle_s, absolute_s = (
+                self.lifetimes.get(node.scope.level, (None, None)) if node.scope.tenant else (None, None)
+            )
+            assert idle_s is None or self.now_s < node.used_s + idle_s
+            assert absolute_s is None or self.now_s < node.created_s + absolute_s
 
     def pick(self, number: int) -> tuple[int, list[int], int, ScopeMap]:
         seq_id = sorted(self.open)[number % len(self.open)]
