@@ -23,7 +23,7 @@ class Kept:
 
     Attributes:
         created_s: Since when, by the shelves' clock.
-        used_s: When it was last used.
+        used_s: When it was last put on a shelf.
     """
 
     def __init__(self) -> None:
@@ -69,16 +69,13 @@ class Shelves(Generic[T]):
         self._tenants: OrderedDict[str | None, LRUCache[Scope, T]] = OrderedDict()
 
     def get(self, scope: Scope) -> T | None:
-        """Return the value of a scope, or None; counts as its use."""
+        """Return the value of a scope, or None. Does not make it live longer."""
         shelf = self._tenants.get(scope.tenant)
         if shelf is None:
             return None
         self._tenants.move_to_end(scope.tenant)
         value = shelf.get(scope)
-        if value is None or self._end(scope, value) <= self._clock():
-            return None
-        value.used_s = self._clock()
-        return value
+        return None if value is None or self._end(scope, value) <= self._clock() else value
 
     def take(self, scope: Scope) -> T | None:
         """Remove the value of a scope and return it, or None."""
@@ -93,7 +90,7 @@ class Shelves(Generic[T]):
         return None if value is None or self._end(scope, value) <= self._clock() else value
 
     def put(self, scope: Scope, value: T) -> None:
-        """Keep a value, if there may be so much of one tenant at all; counts as its use."""
+        """Keep a value, if there may be so much of one tenant at all. It is used just now."""
         self.take(scope)
         if value.size > self._most_bytes:
             return

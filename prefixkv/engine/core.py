@@ -152,7 +152,6 @@ class EngineCore:
     def step(self) -> None:
         """Run one iteration: schedule, move rows, one forward, sample, deliver."""
         self._time_out(time.monotonic())
-        self.sweep()
         chunks = self.scheduler.schedule()
         self._fail_stuck(is_idle=not chunks and not self.scheduler.running)
         self._run_ops()
@@ -268,8 +267,7 @@ class EngineCore:
     # -- cache control ---------------------------------------------------------------------------------------------
 
     def explain(self, prompt: Prompt, scopes: ScopeMap, principal: Principal) -> CacheReport:
-        """Report what of a prompt would hit now."""
-        self.sweep()
+        """Report what of a prompt would hit now. Does not mutate."""
         match = self.manager.match(prompt.token_ids, scopes)
         gone = self.manager.why_missing(prompt.token_ids, scopes, match)
         losses = self.recall.losses(principal, counts=False)

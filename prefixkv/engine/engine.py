@@ -40,6 +40,7 @@ logger = logging.getLogger("prefixkv")
 
 Policies = PolicySet | Mapping[str, Any] | str | PathLike[str] | None
 Progress = Callable[[str], None] | None
+Clock = Callable[[], float]
 
 
 class Engine:
@@ -53,6 +54,7 @@ class Engine:
         tokenizer: Its tokenizer.
         config: Options; the defaults suit a laptop.
         policies: Rules per tenant: a file, a mapping, a ``PolicySet``, or None for one permissive default.
+        clock: Seconds that only grow, by which what is cached gets too old; for tests.
 
     Raises:
         UnsupportedModel: If the model cannot be served exactly.
@@ -61,11 +63,17 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, config: EngineConfig | None = None, policies: Policies = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        config: EngineConfig | None = None,
+        policies: Policies = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         config = _checked(config)
         loaded = wrap(model, tokenizer)
-        self._start(type(loaded.model).__name__, loaded, config, PolicySet.load(policies))
+        self._start(type(loaded.model).__name__, loaded, config, PolicySet.load(policies), clock)
 
     @classmethod
     def from_pretrained(
@@ -99,11 +107,11 @@ class Engine:
         with paused_collector():
             loaded = run_apart(lambda: load(name, dtype=config.dtype, device=config.device, progress=say))
             say("proving that the pool changes nothing")
-            engine._start(name, loaded, config, policy_set)
+            engine._start(name, loaded, config, policy_set, time.monotonic)
         say(f"ready in {time.monotonic() - started:.1f} s: {engine.describe()}")
         return engine
 
-    def _start(self, name: str, loaded: LoadedModel, config: EngineConfig, policies: PolicySet) -> None:
+    def _start(self, name: str, loaded: LoadedModel, config: EngineConfig, policies: PolicySet, clock: Clock) -> None:
         self.config = config
         self._name = name
         self._loaded = loaded
@@ -112,7 +120,7 @@ class Engine:
         with building(lambda: ModelRunner.build(loaded, config.cache, pages), undo=ModelRunner.close) as build:
             self._segmenter = Segmenter(loaded.tokenizer, vocab_tokens=loaded.vocab_size)
         self._runner = runner = build.result()
-        self._core = EngineCore.assemble(runner, loaded.fingerprint, config, policies_in_force)
+        self._core = EngineCore.assemble(runner, loaded.fingerprint, config, policies_in_force, clock)
         max_context = min(size for size in (config.max_context, loaded.max_context, 2**31) if size is not None)
         self.builder = RequestBuilder(loaded, self._segmenter, max_context, policies_in_force.get, self._core.recall)
         self._thread = EngineThread(self._core)

@@ -113,6 +113,7 @@ class EngineThread:
             if self._closing:
                 return False
             count = len(self._tasks)
+        self._core.sweep()  # nobody shall see what is past its time
         for _ in range(count):
             task = self._tasks.popleft()
             try:
@@ -122,8 +123,6 @@ class EngineThread:
                 raise
         if self._core.has_work:
             self._core.step()
-        else:
-            self._core.sweep()
         return True
 
     def _is_idle(self) -> bool:

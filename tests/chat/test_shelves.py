@@ -72,13 +72,14 @@ def test_a_value_past_its_time_is_gone_and_its_use_keeps_it_from_getting_idle() 
     shelves.put(there, Box(10))
     assert shelves.next_sweep_s == 10
     for now[0] in (9.0, 18.0):
-        assert shelves.get(here) is not None
+        kept = shelves.take(here)
+        assert kept is not None
+        shelves.put(here, kept)
     assert (shelves.get(there), shelves.take(there)) == (None, None)
-    kept = shelves.take(here)
-    assert kept is not None
     now[0] = 24.0
-    shelves.put(here, kept)  # it is as old as before
-    now[0] = 25.0
+    assert shelves.get(here) is kept
+    shelves.put(here, kept)
+    now[0] = 25.0  # it is as old as before
     assert shelves.get(here) is None
     shelves.sweep()
     assert (shelves.size, shelves.next_sweep_s) == (0, float("inf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ def make_engine() -> Iterator[MakeEngine]:
         memory: int | str = "32MiB",
         kv_format: str = "model",
         policies: Any = None,
+        clock: Callable[[], float] = time.monotonic,
         **config: Any,
     ) -> Engine:
         scheduler = config.pop("scheduler", SchedulerConfig())
@@ -56,6 +58,7 @@ def make_engine() -> Iterator[MakeEngine]:
             tokenizer,
             config=EngineConfig(cache=cache, scheduler=scheduler, debug=True, **config),
             policies=policies,
+            clock=clock,
         )
         engines.append(engine)
         return engine

@@ -1,0 +1,243 @@
+"""What a policy gives a tenant, seen from outside: times to live, floors, what is registered, what a purge leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from prefixkv import Engine, Principal, SamplingParams, SchedulerConfig, errors
+from prefixkv.scope import Scope, ScopeLevel
+from tests.engine.test_generate import prompts
+
+ANN = Principal("acme", user="ann", session="1")
+BEN = Principal("acme", user="ben", session="1")
+SHORT = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+SYSTEM = {"role": "system", "content": "You answer for a shop that sells shoes and hats to people far away."}
+CHAT = [SYSTEM, {"role": "user", "content": "May I return a hat?"}]
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def hits(engine: Engine, who: Principal, chat: list[dict[str, str]] = CHAT) -> int:
+    return engine.explain(chat, principal=who).cached_tokens
+
+
+# -- times to live -----------------------------------------------------------------------------------------------------
+
+
+def test_past_its_time_everything_of_a_session_is_gone_and_the_tenants_is_not(make_engine: Any) -> None:
+    clock = Clock()
+    policies = {"default": {"ttl": {"session": {"idle": "10m"}, "tenant": {"absolute": "1h"}}}}
+    engine = make_engine(policies=policies, clock=clock)
+    engine.chat(CHAT, principal=ANN, sampling=SHORT)
+    shared = hits(engine, BEN)
+    whole = hits(engine, ANN)
+    assert whole > shared > 0
+    clock.now_s += 599
+    assert hits(engine, ANN) == whole
+    clock.now_s += 1
+    assert hits(engine, ANN) == shared
+    report = engine.explain([*CHAT, {"role": "assistant", "content": "You may."}, CHAT[1]], principal=ANN)
+    assert (report.cached_tokens, report.miss and report.miss.code) == (shared, "expired")
+    assert engine._core.recall.past(ANN).prompts[0].level is ScopeLevel.TENANT, "the words of the chat are forgotten"
+    clock.now_s += 3000
+    assert hits(engine, BEN) == 0
+    stats = engine.stats()
+    assert stats.blocks_free == stats.blocks_total
+    assert engine._runner.storage.is_zero(range(stats.blocks_total))
+
+
+def test_a_request_that_runs_past_the_time_of_its_blocks_ends_well(make_engine: Any) -> None:
+    clock = Clock()
+    engine = make_engine(policies={"default": {"ttl": {"session": {"absolute": 60}}}}, clock=clock)
+    want = engine.chat(CHAT, principal=ANN, sampling=SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+    stream = engine.stream(CHAT, principal=ANN, sampling=SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+    next(stream)
+    clock.now_s += 60
+    list(stream)
+    assert stream.result is not None and stream.result.token_ids == want.token_ids
+    clock.now_s += 60
+    assert hits(engine, ANN) == hits(engine, BEN)
+    engine.check()
+
+
+def test_an_engine_that_nobody_calls_destroys_what_is_past_its_time(make_engine: Any) -> None:
+    engine = make_engine(policies={"default": {"ttl": {level: {"idle": 0.3} for level in ("session", "tenant")}}})
+    engine.chat(CHAT, principal=ANN, sampling=SHORT)
+    pool = engine._core.manager.pool
+    assert pool.num_free < pool.num_blocks
+    until = time.monotonic() + 20
+    while pool.num_free < pool.num_blocks and time.monotonic() < until:
+        time.sleep(0.05)
+    assert pool.num_free == pool.num_blocks
+
+
+def test_under_zero_retention_the_end_of_a_session_destroys_it(make_engine: Any) -> None:
+    clock = Clock()
+    engine = make_engine(policies={"tenants": {"acme": {"zero_retention": True}}, "default": {}}, clock=clock)
+    other = Principal("acme", user="ann", session="2")
+    for who in (ANN, other, Principal("globex", session="1")):
+        engine.chat(CHAT, principal=who, sampling=SHORT)
+    stream = engine.stream(CHAT, principal=ANN, sampling=ENDLESS)
+    next(stream)
+    shared, whole = hits(engine, BEN), hits(engine, other)
+    blocks = engine.end_session(ANN)
+    assert blocks > 0
+    assert [delta.finish_reason for delta in stream][-1] == "abort"
+    assert (hits(engine, ANN), hits(engine, other)) == (shared, whole)
+    free = engine.stats().blocks_free
+    clock.now_s += 300
+    assert hits(engine, other) == 0
+    assert engine.stats().blocks_free > free
+    assert hits(engine, Principal("globex", session="1")) == whole, "another tenant's rules"
+
+
+def test_the_unnamed_session_of_one_user_ends_alone(make_engine: Any) -> None:
+    engine = make_engine(policies={"default": {"zero_retention": True}})
+    mine, named, theirs = Principal("acme"), Principal("acme", session="1"), Principal("acme", user="ann")
+    for who in (mine, named, theirs):
+        engine.chat(CHAT, principal=who, sampling=SHORT)
+    whole = hits(engine, named)
+    engine.end_session(mine)
+    assert hits(engine, named) == hits(engine, theirs) == whole > hits(engine, mine)
+
+
+# -- what is registered ------------------------------------------------------------------------------------------------
+
+
+def test_where_text_is_registered_users_share_what_was_published_and_nothing_else(make_engine: Any) -> None:
+    engine = make_engine(policies={"default": {"tenant_scope": "registered", "slots": {"x": {"scope": "tenant"}}}})
+    engine.chat(CHAT, principal=ANN, sampling=SHORT)
+    assert hits(engine, BEN) == 0, "what Ann's client sent as system text is hers"
+    assert hits(engine, Principal("acme", user="ann", session="2")) > 0, "in all her sessions"
+    assert {part.scope for part in engine.explain(CHAT, principal=BEN).segments} == {"user", "session"}
+    engine.publish([SYSTEM], tenant="acme")
+    assert 0 < hits(engine, BEN) < hits(engine, ANN)
+    assert hits(engine, Principal("globex", user="ben")) == 0
+
+
+# -- shares ------------------------------------------------------------------------------------------------------------
+
+
+def flood(engine: Engine, seed: int) -> None:
+    engine.complete(prompts(200, [100], seed=seed)[0], principal=Principal("loud", session=str(seed)), sampling=SHORT)
+
+
+@pytest.mark.parametrize("isolation", ["shared", "strict"])
+def test_a_noisy_neighbour_costs_nothing_that_the_floor_covers(make_engine: Any, isolation: str) -> None:
+    """The quiet tenant's usual requests hit as much beside a flood as alone."""
+    policies = {"tenants": {"quiet": {"min_pool": "50%", "isolation": isolation}}, "default": {}}
+    usual = prompts(200, [60, 60, 60], seed=77)
+    seen = {}
+    for loud in (False, True):
+        engine = make_engine(blocks=32, policies=policies)
+        cached = 0
+        for turn in range(8):
+            for seed in range(4 * loud):
+                flood(engine, 100 + 10 * turn + seed)
+            for prompt in usual:
+                result = engine.complete(prompt, principal=Principal("quiet", session="s"), sampling=SHORT)
+                cached += result.usage.cached_tokens
+        seen[loud] = cached
+        stats = engine.stats("quiet")
+        assert (stats.evicted_blocks, stats.evicted_by_others) == (0, 0)
+        assert not loud or engine.stats("loud").evicted_blocks > 0
+    assert seen[True] == seen[False] == 7 * 3 * 59
+
+
+def test_who_evicted_whose_blocks_is_counted(make_engine: Any) -> None:
+    engine = make_engine(blocks=12)
+    for seed in range(3):
+        flood(engine, seed)
+    engine.complete(prompts(200, [100], seed=9)[0], principal=Principal("late"), sampling=SHORT)
+    stats, loud = engine.stats(), engine.stats("loud")
+    lost = {(by, of): count for by, of, count in stats.evicted}
+    assert lost["loud", "loud"] > 0 and lost["late", "loud"] > 0
+    assert loud.evicted_by_others == lost["late", "loud"]
+    assert loud.evicted_blocks == sum(lost.values()) == stats.evicted_blocks == stats.evictions
+
+
+def test_a_request_that_others_floors_leave_no_room_for_is_refused_at_once(make_engine: Any) -> None:
+    policies = {"tenants": {"kept": {"min_pool": "75%"}}, "default": {}}
+    engine = make_engine(blocks=12, policies=policies)
+    with pytest.raises(errors.QuotaExceeded):
+        flood(engine, 1)
+    engine.complete(prompts(200, [100])[0], principal=Principal("kept"), sampling=SHORT)
+
+
+# -- purge -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_purge_in_the_middle_of_a_prefill_leaves_nothing(make_engine: Any) -> None:
+    engine = make_engine(scheduler=SchedulerConfig(max_prefill_tokens=8))
+    prompt = prompts(200, [400])[0]
+    computed: Callable[[], int] = lambda: engine._core.metrics.steps  # noqa: E731
+    failed: list[Any] = []
+
+    def ask() -> None:
+        failed.append(engine.complete(prompt, principal=ANN, sampling=SHORT).finish_reason)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while computed() < 5:
+        time.sleep(0.001)
+    receipt = engine.purge("acme", "ann")
+    thread.join()
+    assert failed == ["abort"]
+    assert receipt.requests_aborted == 1 and receipt.tokens >= 5 * 8 - 8
+    assert receipt.bytes == receipt.blocks * engine.stats().block_bytes
+    stats = engine.stats()
+    assert stats.blocks_free == stats.blocks_total
+    assert engine._runner.storage.is_zero(range(stats.blocks_total))
+    assert engine.complete(prompt, principal=ANN, sampling=SHORT).usage.cached_tokens == 0
+
+
+def test_principals_whose_names_join_alike_share_nothing(engine: Engine) -> None:
+    for mine, other in (
+        (Principal("org_1", user="2345"), Principal("org_12345")),
+        (Principal("a", user="b", session="c"), Principal("a", user="bc")),
+        (Principal("a", session="b"), Principal("a", user="b")),
+    ):
+        engine.chat(CHAT, principal=mine, sampling=SHORT)
+        tenant = Scope.of(mine, ScopeLevel.TENANT) == Scope.of(other, ScopeLevel.TENANT)
+        assert (hits(engine, other) > 0) == tenant
+        assert hits(engine, other) < hits(engine, mine)
+
+
+# -- reload ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_that_a_reload_removed_keeps_its_rules_while_its_blocks_last(make_engine: Any) -> None:
+    clock = Clock()
+    rules = {"ttl": {level: {"idle": "5m"} for level in ("session", "tenant")}}
+    engine = make_engine(policies={"tenants": {"acme": rules, "globex": {}}}, clock=clock)
+    engine.chat(CHAT, principal=ANN, sampling=SHORT)
+    engine.reload_policies({"tenants": {"globex": {}}})
+    with pytest.raises(errors.UnknownTenant):
+        engine.chat(CHAT, principal=ANN, sampling=SHORT)
+    assert engine.stats("acme").blocks > 0
+    clock.now_s += 300
+    assert engine.stats("acme").blocks == 0
+
+
+def test_a_shorter_time_counts_for_what_is_stored_already(make_engine: Any) -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock)
+    engine.chat(CHAT, principal=ANN, sampling=SHORT)
+    clock.now_s += 100
+    engine.reload_policies({"default": {"ttl": {"session": {"idle": "1m"}}}})
+    assert hits(engine, ANN) == hits(engine, BEN) > 0
+    assert all(sent.level is ScopeLevel.TENANT for sent in engine._core.recall.past(ANN).prompts)
