@@ -15,6 +15,7 @@ from prefixkv.engine.engine import Engine, Policies, Progress
 from prefixkv.engine.live import Event, LiveRequest
 from prefixkv.engine.request import ChatRequest
 from prefixkv.engine.result import ChatResult, Delta, Publication, PurgeReceipt
+from prefixkv.engine.watcher import OnError, PolicyWatcher
 from prefixkv.errors import ExecutionError
 from prefixkv.measure.metrics import EngineStats, TenantStats
 from prefixkv.scope import Principal
@@ -254,6 +255,12 @@ class AsyncEngine:
     async def reload_policies(self, source: Policies) -> None:
         """See :meth:`Engine.reload_policies`."""
         await asyncio.to_thread(self._engine.reload_policies, source)
+
+    async def watch_policies(
+        self, path: str | PathLike[str], interval_s: float = 1.0, on_error: OnError = None
+    ) -> PolicyWatcher:
+        """See :meth:`Engine.watch_policies`. ``on_error`` is called on the watcher's thread, not on the event loop."""
+        return await asyncio.to_thread(self._engine.watch_policies, path, interval_s, on_error)
 
     @overload
     async def stats(self) -> EngineStats: ...

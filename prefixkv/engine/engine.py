@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from types import TracebackType
 from typing import Any, overload
 
 from prefixkv.chat.explain import CacheReport
@@ -26,6 +25,7 @@ from prefixkv.engine.result import ChatResult, Publication, PurgeReceipt
 from prefixkv.engine.stream import TokenStream
 from prefixkv.engine.thread import EngineThread, building, run_apart
 from prefixkv.engine.waiting import run_batch, run_one
+from prefixkv.engine.watcher import OnError, PolicyWatcher
 from prefixkv.errors import ConfigError, EngineClosed, InvalidRequest
 from prefixkv.measure.metrics import EngineStats, TenantStats
 from prefixkv.model.fused import reserve_pages
@@ -113,8 +113,7 @@ class Engine:
 
     def _start(self, name: str, loaded: LoadedModel, config: EngineConfig, policies: PolicySet, clock: Clock) -> None:
         self.config = config
-        self._name = name
-        self._loaded = loaded
+        self._name, self._loaded = name, loaded
         self._policies = policies_in_force = PoliciesInForce(policies)
         pages = reserve_pages(loaded.model)
         with building(lambda: ModelRunner.build(loaded, config.cache, pages), undo=ModelRunner.close) as build:
@@ -124,6 +123,7 @@ class Engine:
         max_context = min(size for size in (config.max_context, loaded.max_context, 2**31) if size is not None)
         self.builder = RequestBuilder(loaded, self._segmenter, max_context, policies_in_force.get, self._core.recall)
         self._thread = EngineThread(self._core)
+        self._watcher: PolicyWatcher | None = None
         # For an engine that is dropped, and at exit: a thread that the interpreter finds inside torch then aborts it.
         weakref.finalize(self, _shut, self._thread, runner)
 
@@ -299,6 +299,17 @@ class Engine:
         policies = PolicySet.load(source)
         self._thread.call(lambda: self._core.reload(policies))
 
+    def watch_policies(
+        self, path: str | PathLike[str], interval_s: float = 1.0, on_error: OnError = None
+    ) -> PolicyWatcher:
+        """Reload a policy file now and whenever it changes, until :meth:`close` or the next call; see the watcher.
+
+        Raises:
+            PolicyError: If it is malformed now. Later the old ones stay in force and ``on_error`` is called.
+        """
+        self._watcher = PolicyWatcher(path, self.reload_policies, interval_s, on_error).start(self._watcher)
+        return self._watcher
+
     # -- looking ---------------------------------------------------------------------------------------------------
 
     @overload
@@ -324,8 +335,8 @@ class Engine:
     def describe(self) -> str:
         """Return one line about the model, the pool and the attention backend."""
         spec, blocks = self._runner.spec, self._runner.num_blocks
-        refused = "".join(f" ({name}: {reason})" for name, reason in self._runner.refusals.items())
         size = blocks * spec.bytes_per_block / 2**20
+        refused = "".join(f" ({name}: {reason})" for name, reason in self._runner.refusals.items())
         return (
             f"{self._name}, {self._loaded.dtype} on {self._loaded.device}; pool of {blocks} blocks x "
             f"{spec.block_size} tokens = {blocks * spec.block_size} tokens, {size:.0f} MiB, "
@@ -334,14 +345,14 @@ class Engine:
 
     def close(self) -> None:
         """End the engine: what is live fails with ``EngineClosed``. The model stays usable. Idempotent."""
+        if self._watcher is not None:
+            self._watcher.close()
         _shut(self._thread, self._runner)
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # -- for other faces of the same engine, such as AsyncEngine ------------------------------------------------------
