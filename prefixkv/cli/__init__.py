@@ -19,13 +19,14 @@ _COMMANDS = (
     ("compile", "compiles the kernels for this machine now; an engine would do it in the background"),
     ("calibrate", "measures what each format of the cache costs in quality, on your own prompts"),
     ("templates", "shows what is known of chat templates, and what one of them costs in reuse"),
+    ("policy", "shows what a policy file gives to each tenant, and its schema for an editor"),
     ("analyze", "replays your own requests: how much they repeat, and what loses the rest"),
 )
 _FAILED, _INTERRUPTED, _NO_READER = 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 2 for a mistake that has a name, 130 after Ctrl-C.
+    """Run a command and return its exit code: 0, 1 if a check failed, 2 for a mistake with a name, 130 after Ctrl-C.
 
     Args:
         argv: Words after ``prefixkv``; None takes those of the process.
