@@ -280,6 +280,19 @@ def test_a_second_file_takes_the_place_of_the_first(engine: Engine, file: Path) 
     assert second._thread.is_alive(), "what could not be watched ends nothing"
 
 
+def test_the_file_watched_last_wins_over_a_reload_of_the_one_before(file: Path) -> None:
+    """The first file changed, and was reloaded, while the second was being read."""
+    loaded = Loaded()
+    first = PolicyWatcher(file, loaded, FAST_S).start()
+    other = file.with_name("other.yaml")
+    other.write_text("default: {weight: 5}")
+    second = PolicyWatcher(other, loaded, FAST_S)
+    file.write_text("default: {weight: 2}")
+    until(lambda: loaded.weights == [1, 5, 2])
+    second.start(first).close()
+    assert loaded.weights == [1, 5, 2, 5]
+
+
 def test_closing_the_engine_ends_the_watch(engine: Engine, file: Path) -> None:
     told: list[PolicyError] = []
     watcher = engine.watch_policies(file, FAST_S, told.append)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -55,6 +56,12 @@ def test_floors_over_the_whole_pool_are_refused_with_how_much() -> None:
         "tenants: the floors, min_pool, add up to 122.5 % of the pool (b 50 %, c 40 %, a 20 %, ...); "
         "lower them by 22.5 points"
     )
+
+
+def test_percentages_that_add_up_to_a_hundred_are_not_refused_for_their_last_bit() -> None:
+    shares = ["1.0%", "9.3%", "16.8%", "72.9%"]
+    assert math.fsum(PoolAmount.parse(share).share or 0 for share in shares) > 1
+    floors(**{f"t{i}": share for i, share in enumerate(shares)}).check_fits(1000, 32, 1000)
 
 
 @given(st.integers(1, 40), st.integers(1, 5000))
