@@ -22,6 +22,7 @@ from prefixkv.config import EngineConfig
 from prefixkv.engine.limits import Limits, PoliciesInForce, TenantLimits
 from prefixkv.engine.live import LiveRequest, Reply
 from prefixkv.engine.result import Publication, PurgeReceipt
+from prefixkv.engine.snapshot import engine_stats, tenant_stats
 from prefixkv.errors import ContextOverflow, ExecutionError, IntegrityError, QueueFull, QuotaExceeded
 from prefixkv.measure.metrics import EngineStats, Metrics, TenantStats
 from prefixkv.model.batch import Chunk
@@ -89,7 +90,11 @@ class EngineCore:
             config: Of the engine.
             policies: The policies in force.
             clock: Seconds that only grow, for what expires.
+
+        Raises:
+            PolicyError: If the policies do not fit the pool.
         """
+        _check_fits(policies.get(), runner)
         block_size = config.cache.block_size
         tenants = TenantLimits(policies, runner.num_blocks, block_size, runner.spec.bytes_per_block)
         keys = ScopeKeys(config.secret or secrets.token_bytes(32), fingerprint + b"|" + runner.pool_key)
@@ -328,7 +333,12 @@ class EngineCore:
         return min(times, default=None)
 
     def reload(self, policies: PolicySet) -> None:
-        """Put other policies in force, between two steps."""
+        """Put other policies in force, between two steps.
+
+        Raises:
+            PolicyError: If they do not fit the pool; the former ones stay.
+        """
+        _check_fits(policies, self.runner)
         self._policies.replace(policies)
         self.manager.expiry.rebuild(self.manager.index)
         self.recall.sweep(at_once=True)
@@ -347,38 +357,16 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine."""
-        pool, idle = self.manager.pool, len(self.manager.idle)
-        return EngineStats(
-            **self.metrics.of(None),
-            blocks=pool.num_blocks - pool.num_free,
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            volatile_tokens=self.recall.lost_tokens(None),
-            blocks_total=pool.num_blocks,
-            blocks_free=pool.num_free,
-            blocks_idle=idle,
-            blocks_in_use=pool.num_blocks - pool.num_free - idle,
-            block_bytes=self.runner.spec.bytes_per_block,
-            evictions=self.manager.num_evicted,
-            preemptions=self.scheduler.num_preemptions,
-            steps=self.metrics.steps,
-            evicted_blocks=self.manager.num_evicted,
-            evicted=tuple((by, of, count) for (by, of), count in self.manager.shares.evictions.items()),
-            tenants=tuple(sorted({*self.metrics.tenants, *(t for t in pool.owned_blocks if t is not None)})),
-        )
+        return engine_stats(self)
 
     def tenant_stats(self, tenant: str) -> TenantStats:
         """Return a snapshot of one tenant."""
-        evicted, by_others = self.manager.shares.evicted_of(tenant)
-        return TenantStats(
-            **self.metrics.of(tenant),
-            evicted_blocks=evicted,
-            evicted_by_others=by_others,
-            blocks=self.manager.pool.owned_blocks.get(tenant, 0),
-            running=sum(1 for seq in self.scheduler.running if seq.tenant == tenant),
-            waiting=self.scheduler.waiting.num_waiting(tenant),
-            volatile_tokens=self.recall.lost_tokens(tenant),
-        )
+        return tenant_stats(self, tenant)
+
+
+def _check_fits(policies: PolicySet, runner: ModelRunner) -> None:
+    spec = runner.spec
+    policies.check_fits(runner.num_blocks, spec.block_size, spec.bytes_per_block, [spec.kv_format])
 
 
 def _failed(what: str, cause: Exception) -> ExecutionError:

@@ -119,7 +119,11 @@ class Engine:
         with building(lambda: ModelRunner.build(loaded, config.cache, pages), undo=ModelRunner.close) as build:
             self._segmenter = Segmenter(loaded.tokenizer, vocab_tokens=loaded.vocab_size)
         self._runner = runner = build.result()
-        self._core = EngineCore.assemble(runner, loaded.fingerprint, config, policies_in_force, clock)
+        try:
+            self._core = EngineCore.assemble(runner, loaded.fingerprint, config, policies_in_force, clock)
+        except BaseException:
+            runner.close()
+            raise
         max_context = min(size for size in (config.max_context, loaded.max_context, 2**31) if size is not None)
         self.builder = RequestBuilder(loaded, self._segmenter, max_context, policies_in_force.get, self._core.recall)
         self._thread = EngineThread(self._core)

@@ -12,6 +12,7 @@ import pytest
 from prefixkv import Engine, Principal, SamplingParams, SchedulerConfig, errors
 from prefixkv.scope import Scope, ScopeLevel
 from tests.engine.test_generate import prompts
+from tests.support import tiny_model
 
 ANN = Principal("acme", user="ann", session="1")
 BEN = Principal("acme", user="ben", session="1")
@@ -241,3 +242,27 @@ def test_a_shorter_time_counts_for_what_is_stored_already(make_engine: Any) -> N
     engine.reload_policies({"default": {"ttl": {"session": {"idle": "1m"}}}})
     assert hits(engine, ANN) == hits(engine, BEN) > 0
     assert all(sent.level is ScopeLevel.TENANT for sent in engine._core.recall.past(ANN).prompts)
+
+
+@pytest.mark.parametrize(
+    ("rules", "where"),
+    [
+        ({"min_pool": "1GiB"}, "tenants.acme.min_pool"),
+        ({"min_pool": 1, "isolation": "strict"}, "tenants.acme.min_pool"),
+        ({"kv_format": "int4"}, "tenants.acme.kv_format"),
+    ],
+    ids=["a floor above the pool", "a partition of no block", "a format without a pool"],
+)
+def test_policies_that_do_not_fit_the_pool_are_refused_and_the_model_is_given_back(
+    make_engine: Any, rules: dict[str, Any], where: str
+) -> None:
+    policies = {"tenants": {"acme": rules}, "default": {}}
+    model = tiny_model("llama")
+    stock = model.config._attn_implementation
+    with pytest.raises(errors.PolicyError, match=where):
+        make_engine(model=model, policies=policies)
+    assert model.config._attn_implementation == stock
+    engine = make_engine(model=model)
+    with pytest.raises(errors.PolicyError, match=where):
+        engine.reload_policies(policies)
+    assert engine.chat(CHAT, principal=Principal("globex"), sampling=SHORT).token_ids
