@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import prefixkv
-from prefixkv import CacheConfig, EngineConfig, PolicySet, SamplingParams, SchedulerConfig, errors
+from prefixkv import CacheConfig, EngineConfig, PolicySet, SamplingParams, SchedulerConfig, ScopeLevel, errors
 from prefixkv.cli import main
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
@@ -49,6 +49,17 @@ def test_the_policies_say_what_they_seem_to_say(tmp_path: Path) -> None:
     assert policies.get("acme").slot("now").placement == "tail"
     assert policies.get("acme").template_clock == "month"
     assert policies.get("anybody").max_prompt_tokens == 4000
+
+
+def test_the_tenants_get_what_the_page_says(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.yaml"
+    path.write_text(blocks("yaml")[1], encoding="utf-8")
+    assert main(["policy", "check", str(path)]) == 0
+    acme, clinic = PolicySet.load(path).get("acme"), PolicySet.load(path).get("clinic")
+    assert acme.min_pool is not None and acme.min_pool.share == 0.2
+    assert acme.ttl_of(ScopeLevel.SESSION).absolute == 86_400
+    assert acme.scope_level("system") is ScopeLevel.USER
+    assert clinic.ttl_of(ScopeLevel.TENANT).idle == 300
 
 
 def test_every_error_is_listed() -> None:
