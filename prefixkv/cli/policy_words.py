@@ -56,6 +56,13 @@ class PoolSize:
         if self.num_blocks is not None and all(self.blocks(amount) is not None for amount in amounts):
             policies.check_fits(self.num_blocks, self.block_size, self.block_bytes or 1)
         elif self.size_bytes is not None:
+            for path, policy in named(policies):
+                floor, most = (_bytes(amount, self.size_bytes) for amount in (policy.min_pool, policy.max_pool))
+                if 0 < most < floor:
+                    raise PolicyError(
+                        f"{path}.min_pool: the floor of {policy.min_pool} is {PoolAmount(size_bytes=floor)} of this "
+                        f"pool, above the ceiling, max_pool, of {policy.max_pool}"
+                    )
             kept = sum(_bytes(policy.min_pool, self.size_bytes) for _, policy in named(policies))
             if kept > self.size_bytes:
                 raise PolicyError(

@@ -292,3 +292,14 @@ def test_the_command_needs_no_torch(file: Path) -> None:
         "assert main(['policy', 'schema']) == 0\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_a_floor_above_a_ceiling_in_another_unit_is_found_once_the_memory_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("tenants: {acme: {min_pool: 20%, max_pool: 64MiB}}", encoding="utf-8")
+    assert main(["policy", "check", str(path)]) == 0
+    assert main(["policy", "check", str(path), "--memory", "320MiB"]) == 0
+    assert main(["policy", "check", str(path), "--memory", "1GiB"]) == 1
+    assert "tenants.acme.min_pool: the floor of 20 % is 204.8 MiB of this pool" in capsys.readouterr().err
