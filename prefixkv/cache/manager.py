@@ -160,6 +160,13 @@ class KVCacheManager:
         if not reserved:
             self.close(seq_id, (), 0, keep=False)
             return None
+        for change in scopes.starts[1:]:
+            place = change // self.block_size
+            if place < len(match.nodes) and change % self.block_size:
+                # A block of its session that it brings as its tenant's, in part: the others may have that part now.
+                self._publish_wider_parts(
+                    blocks, place, match.nodes[place].parent or self.index.root, match.nodes[place].tokens
+                )
         return cached
 
     def reserve(self, seq_id: int, num_tokens: int) -> bool:
@@ -208,14 +215,6 @@ class KVCacheManager:
         blocks = self.sequences.pop(seq_id)
         for block_id in reversed(blocks.block_table):
             self._drop(block_id)
-
-    def discard(self, token_ids: Sequence[int], scopes: ScopeMap) -> None:
-        """Destroy the idle blocks that hold a prefix of these tokens in the sequence's reach: their rows are spoilt."""
-        reach = self._reach(scopes)
-        spoilt = [node for node in self.idle if node.scope_key in reach and node.is_prefix_of(token_ids)]
-        for node in sorted(spoilt, key=lambda node: -node.depth):
-            if node.is_leaf:  # what another sequence or another text stands on stays
-                self.destroy(node)
 
     # -- pins, purge -----------------------------------------------------------------------------------------------
 
@@ -287,7 +286,7 @@ class KVCacheManager:
     def _commit_block(self, blocks: SequenceBlocks, tokens: tuple[int, ...]) -> None:
         place = len(blocks.nodes)
         parent = blocks.nodes[-1] if place else self.index.root
-        scope = self._publish_wider_parts(blocks, parent, tokens)
+        scope = self._publish_wider_parts(blocks, place, parent, tokens)
         if scope.level is ScopeLevel.REQUEST:
             blocks.sealed = True
             return
@@ -311,7 +310,7 @@ class KVCacheManager:
     def _commit_tail(self, blocks: SequenceBlocks, tokens: tuple[int, ...]) -> None:
         place = len(blocks.nodes)
         parent = blocks.nodes[-1] if place else self.index.root
-        scope = self._publish_wider_parts(blocks, parent, tokens)
+        scope = self._publish_wider_parts(blocks, place, parent, tokens)
         # Where the scope narrows further on in this block, our rows are copied: narrower ones will follow them here.
         if scope.level is ScopeLevel.REQUEST or scope != blocks.scopes.scope_at((place + 1) * self.block_size - 1):
             return
@@ -322,7 +321,7 @@ class KVCacheManager:
         if self.index.longest_overlap(wide_enough, parent, tokens)[1] < len(tokens):
             blocks.tail = self._insert(scope, parent, tokens, blocks.block_table[place])
 
-    def _publish_wider_parts(self, blocks: SequenceBlocks, parent: Node, tokens: tuple[int, ...]) -> Scope:
+    def _publish_wider_parts(self, blocks: SequenceBlocks, place: int, parent: Node, tokens: tuple[int, ...]) -> Scope:
         """Where the scope narrows inside a block, copy the rows before it to a partial block of the wider scope.
 
         The sequence keeps its own block, so a full pool only means that the copy is not made.
@@ -330,7 +329,7 @@ class KVCacheManager:
         Returns:
             The scope of the last token.
         """
-        start = len(blocks.nodes) * self.block_size
+        start = place * self.block_size
         end = start + len(tokens)
         narrows = blocks.scopes.scope_at(end - 1) != blocks.scopes.scope_at(start + self.block_size - 1)
         for change in [*blocks.scopes.changes_within(start, end), *([end] if narrows else [])]:
@@ -342,7 +341,7 @@ class KVCacheManager:
             block_id = self._allocate(scope.tenant) if self.num_available(scope.tenant) else None
             if block_id is None:
                 break
-            self._ops.append(CopyRows(blocks.block_table[len(blocks.nodes)], block_id, rows))
+            self._ops.append(CopyRows(blocks.block_table[place], block_id, rows))
             self._insert(scope, parent, tokens[:rows], block_id)
             self._drop(block_id)
         return blocks.scopes.scope_at(end - 1)

@@ -1,17 +1,18 @@
-"""How blocks end before anybody needs their room: their time is over, or their session is. One path for all of it."""
+"""How blocks end before anybody needs their room: their time or their session is over, or their rows are spoilt."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prefixkv.cache.index import Node
+from prefixkv.cache.scopes import ScopeMap
 from prefixkv.scope import Scope
 
 if TYPE_CHECKING:
     from prefixkv.cache.manager import KVCacheManager
 
-__all__ = ["demote_scope", "destroy_scope", "expire", "retire"]
+__all__ = ["demote_scope", "destroy_scope", "discard", "expire", "retire"]
 
 
 def expire(manager: KVCacheManager) -> int:
@@ -34,6 +35,15 @@ def demote_scope(manager: KVCacheManager, scope: Scope) -> int:
     for node in sorted(nodes, key=lambda node: node.depth):
         manager.idle.demote(node)
     return len(nodes)
+
+
+def discard(manager: KVCacheManager, token_ids: Sequence[int], scopes: ScopeMap) -> None:
+    """Destroy the idle blocks that hold a prefix of these tokens in the sequence's reach: their rows are spoilt."""
+    reach = {manager.keys.key(scope) for scope in scopes.reach}
+    spoilt = [node for node in manager.idle if node.scope_key in reach and node.is_prefix_of(token_ids)]
+    for node in sorted(spoilt, key=lambda node: -node.depth):
+        if node.is_leaf:  # what another sequence or another text stands on stays
+            manager.destroy(node)
 
 
 def destroy_scope(manager: KVCacheManager, scope: Scope) -> int:

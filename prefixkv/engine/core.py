@@ -12,7 +12,7 @@ import torch
 
 from prefixkv.cache.keys import ScopeKeys
 from prefixkv.cache.manager import KVCacheManager
-from prefixkv.cache.retire import demote_scope, destroy_scope, expire
+from prefixkv.cache.retire import demote_scope, destroy_scope, discard, expire
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.cache.table import CopyRows
 from prefixkv.chat.explain import CacheReport, build_report
@@ -205,7 +205,7 @@ class EngineCore:
                 self.fail(request, token)
                 if not logits[row].max().isfinite():
                     # Its rows are indexed already; the next request with this prefix would fail as well.
-                    self.manager.discard(reply.seq.token_ids, reply.seq.scopes)
+                    discard(self.manager, reply.seq.token_ids, reply.seq.scopes)
                 continue
             try:
                 request.append(reply, token)

@@ -146,3 +146,14 @@ def test_a_foreign_block_in_a_table_is_refused() -> None:
         pool.manager.block_table(seq_id)
     with pytest.raises(IntegrityError):
         pool.manager.check()
+
+
+@pytest.mark.parametrize("opening", [1, 3])
+def test_what_a_session_brings_as_its_tenants_is_shared_though_its_own_block_is_a_hit(opening: int) -> None:
+    """It sent the same text as its own before; the block that matches is the session's, and others may not read it."""
+    pool = Pool()
+    pool.remember(text(8), scopes_of("a"))
+    spans = ((0, TENANT), (opening, SESSION))
+    pool.remember(text(8), scopes_of("a", spans=spans))
+    assert pool.num_cached(text(8), scopes_of("a", "v", "t", spans=spans)) == opening
+    pool.check()
