@@ -160,13 +160,7 @@ class KVCacheManager:
         if not reserved:
             self.close(seq_id, (), 0, keep=False)
             return None
-        for change in scopes.starts[1:]:
-            place = change // self.block_size
-            if place < len(match.nodes) and change % self.block_size:
-                # A block of its session that it brings as its tenant's, in part: the others may have that part now.
-                self._publish_wider_parts(
-                    blocks, place, match.nodes[place].parent or self.index.root, match.nodes[place].tokens
-                )
+        blocks.inherited = len(match.nodes)
         return cached
 
     def reserve(self, seq_id: int, num_tokens: int) -> bool:
@@ -198,6 +192,13 @@ class KVCacheManager:
             tail: Also index the last, not yet full block (at the end of a prompt and of a reply).
         """
         blocks, size = self.sequences[seq_id], self.block_size
+        inherited, blocks.inherited = blocks.inherited, 0
+        for place in {
+            change // size for change in blocks.scopes.starts if change % size and change // size < inherited
+        }:
+            # A block of its session that it brings as its tenant's, in part: others may have that part now.
+            node = blocks.nodes[place]
+            self._publish_wider_parts(blocks, place, node.parent or self.index.root, node.tokens)
         while not blocks.sealed and (len(blocks.nodes) + 1) * size <= num_computed:
             start = len(blocks.nodes) * size
             self._commit_block(blocks, tuple(token_ids[start : start + size]))

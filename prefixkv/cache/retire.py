@@ -62,7 +62,7 @@ def retire(manager: KVCacheManager, nodes: Iterable[Node]) -> set[Node]:
     for blocks in manager.sequences.values():
         if not used.isdisjoint(blocks.nodes) or blocks.tail in used:
             blocks.sealed = True  # nothing can be stored behind what is gone
-            blocks.tail = None
+            blocks.tail, blocks.inherited = None, 0
     for node in sorted(doomed, key=lambda node: -node.depth):
         if node in used:
             manager.index.remove(node)  # freed, and overwritten, when its last sequence lets go

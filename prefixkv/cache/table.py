@@ -73,7 +73,8 @@ class SequenceBlocks:
         block_table: Blocks in order of position, each referenced once by this table.
         nodes: Index nodes of the leading full blocks; ``nodes[i].block_id == block_table[i]``.
         tail: Node that indexes the committed part of ``block_table[len(nodes)]`` while that block fills.
-        sealed: Whether nothing more may be committed (a ``request`` scope was reached).
+        sealed: Whether nothing more may be committed (a ``request`` scope was reached, or its blocks expired).
+        inherited: How many of the nodes were matched when it was opened, until its first commit.
     """
 
     scopes: ScopeMap
@@ -82,3 +83,4 @@ class SequenceBlocks:
     nodes: list[Node] = field(default_factory=list)
     tail: Node | None = None
     sealed: bool = False
+    inherited: int = 0
