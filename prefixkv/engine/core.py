@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 import time
@@ -102,7 +101,7 @@ class EngineCore:
             runner.num_blocks, block_size, keys, weight=tenants.weight, ceiling=tenants.ceiling_blocks,
             floors=tenants.floors, partitions=tenants.partitions, lifetime=tenants.lifetime, clock=clock,
         )  # fmt: skip
-        scheduler = Scheduler(config.scheduler, manager, tenants.weight)
+        scheduler = Scheduler(config.scheduler, manager, tenants)
         limits, recall = Limits(tenants, manager, scheduler), Recall(lifetime=tenants.lifetime, clock=clock)
         return cls(runner, manager, scheduler, limits, policies, recall, config.debug)
 
@@ -158,7 +157,7 @@ class EngineCore:
         """Run one iteration: schedule, move rows, one forward, sample, deliver."""
         self._time_out(time.monotonic())
         chunks = self.scheduler.schedule()
-        self._fail_stuck(is_idle=not chunks and not self.scheduler.running)
+        self._fail_stuck()
         self._run_ops()
         if not chunks:
             return
@@ -223,13 +222,9 @@ class EngineCore:
             self.fail(request, _failed("the forward pass", cause))
         self._run_ops()
 
-    def _fail_stuck(self, is_idle: bool) -> None:
+    def _fail_stuck(self) -> None:
         """Fail what waits for room that its tenant, or a pool where nothing runs, will not have."""
-        stuck = list(self.scheduler.stuck)
-        if is_idle and not stuck:
-            # The first in line is the one in the way; those behind it get their turn.
-            stuck += itertools.islice(self.scheduler.waiting.candidates(), 1)
-        for seq in stuck:
+        for seq in self.scheduler.stuck:
             if seq in self._live:
                 self.fail(self._live[seq][0], QuotaExceeded("the request no longer fits the room that is left for it"))
 

@@ -67,6 +67,14 @@ class TenantLimits:
         """Return a tenant's weight."""
         return self.policy(tenant).weight
 
+    def priority(self, tenant: str) -> int:
+        """Return a tenant's priority."""
+        return self.policy(tenant).priority
+
+    def max_running(self, tenant: str) -> int | None:
+        """Return how many sequences of a tenant may run at once, or None."""
+        return self.policy(tenant).max_running_requests
+
     def floor_blocks(self, tenant: str) -> int:
         """Return how many blocks nobody can take from a tenant."""
         amount = self.policy(tenant).min_pool

@@ -1,46 +1,168 @@
-"""Whose turn it is: virtual token counters, one per tenant."""
+"""Whose turn it is: virtual token counters, of tenants by weight and inside each tenant of its users."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from cachetools import LRUCache
 
-__all__ = ["FairnessCounters"]
+from prefixkv.scheduler.request import Sequence
+from prefixkv.scheduler.rules import TenantRules
+from prefixkv.scheduler.turns import Turns
 
-_MAX_REMEMBERED = 10_000
+__all__ = ["Account", "Accounts", "FairnessCounters", "TenantAccount", "UserAccount"]
+
+_MAX_REMEMBERED = 1000
+_OPERATORS_PRIORITY = 1000  # above any tenant's
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """The service that one party got, and what it has in the lane now.
+
+    Attributes:
+        name: Tenant or user id.
+        number: Order of activation.
+        last_turn: Step of its last turn; a new party's is just before the step that is over.
+        weight: Its share, relative to the others'.
+        counter: Service it got, divided by its weight.
+        num_live: Sequences that wait or run.
+        num_running: Sequences that run.
+        num_waiting: Sequences that wait.
+    """
+
+    name: str | None
+    number: int
+    last_turn: int
+    weight: float = 1.0
+    counter: float = 0.0
+    num_live: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+
+    @property
+    def key(self) -> tuple[float, int, int]:
+        """What parties are ordered by: least served, then longest without a turn, then first come."""
+        return self.counter, self.last_turn, self.number
+
+
+A = TypeVar("A", bound=Account)
+
+
+@dataclass(slots=True, eq=False)
+class UserAccount(Account):
+    """A user of a tenant, and the line of its waiting sequences."""
+
+    line: deque[Sequence] = field(default_factory=deque)
+
+
+@dataclass(slots=True, eq=False)
+class TenantAccount(Account):
+    """A tenant and its users. ``None`` is the operator, whose own work is free and first."""
+
+    priority: int = 0
+    users: Accounts[UserAccount] = field(default_factory=lambda: Accounts(UserAccount))
+    turns: Turns[UserAccount] = field(default_factory=lambda: Turns())
+
+
+class Accounts(Generic[A]):
+    """Parties of one level that have a sequence now, and the counters of some that had one.
+
+    A party that comes back is lifted to the lowest counter among those that stayed, so it cannot save up service; nor
+    can it wash off what it got by leaving while others wait. When all have gone, all start anew.
+    """
+
+    def __init__(self, make: type[A]) -> None:
+        self.active: dict[str | None, A] = {}
+        self.total_weight = 0.0
+        self._make = make
+        self._past: LRUCache[str | None, float] = LRUCache(_MAX_REMEMBERED)
+        self._next_number = 0
+
+    def enter(self, name: str | None, now: int, weight: float = 1.0, *, is_free: bool = False) -> A:
+        """Count one more sequence of a party, whose weight may have changed; return its account."""
+        account = self.active.get(name)
+        if account is None:
+            paying = (other.counter for other in self.active.values() if other.weight)
+            lowest = 0.0 if is_free else min(paying, default=0.0)
+            counter = max(self._past.pop(name, 0.0), lowest)
+            # Between equals the one that had the last step goes second, once: see Account.key.
+            account = self.active[name] = self._make(name, self._next_number, now - 1, 0.0, counter)
+            self._next_number += 1
+        weight = 0.0 if is_free else weight
+        self.total_weight += weight - account.weight
+        account.weight = weight
+        account.num_live += 1
+        return account
+
+    def leave(self, account: A) -> None:
+        """Count one sequence less."""
+        account.num_live -= 1
+        if account.num_live:
+            return
+        del self.active[account.name]
+        self.total_weight -= account.weight
+        if account.weight:
+            self._past[account.name] = account.counter
+        if not any(other.weight for other in self.active.values()):
+            self._past.clear()
+            self.total_weight = 0.0
+
+    def part_of(self, account: Account, slots: int) -> float:
+        """Return how many of some slots are a party's by weight, at least one."""
+        if not account.weight:
+            return float(slots)
+        return max(1.0, slots * account.weight / max(self.total_weight, account.weight))
+
+    def most_over(self, accounts: Iterable[A], slots: int) -> A | None:
+        """Return the party that runs most sequences beyond its part of some slots, or None."""
+        over = [(account.num_running - self.part_of(account, slots), account) for account in accounts]
+        beyond, account = max(over, key=lambda found: (found[0], found[1].number), default=(0.0, None))
+        return account if beyond > 0 else None
 
 
 class FairnessCounters:
-    """Counts the service each tenant got, divided by its weight; the lowest counter goes next.
+    """Counts the service each tenant got, divided by its weight, and each of its users; the lowest counter goes next.
 
-    A tenant that comes back after a pause is lifted to the lowest active counter, or the one served last if nobody is
-    active, so it cannot save up service.
-
-    Source: Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models"); we charge computed
-    prompt tokens and twice the output tokens, so what the cache saves is free.
+    Source: Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models"). We count at two levels,
+    charge computed prompt tokens and twice the output tokens, so what the cache saves is free, and charge a chunk when
+    it is chosen, so that one step is already shared fairly.
     """
 
     OUTPUT_COST = 2
 
-    def __init__(self, weight: Callable[[str], float]) -> None:
-        self._weight = weight
-        self._counters: LRUCache[str | None, float] = LRUCache(_MAX_REMEMBERED)
-        self._last_served = 0.0
+    def __init__(self, rules: TenantRules) -> None:
+        self._rules = rules
+        self.tenants = Accounts(TenantAccount)
 
-    def activate(self, tenant: str | None, active: Iterable[str | None]) -> None:
-        """Lift a tenant that had no request until now to the lowest counter among the ``active`` ones."""
-        # The operator's own work is free, so its counter says nothing.
-        others = [self._counters.get(other, 0.0) for other in active if other not in (tenant, None)]
-        floor = min(others, default=self._last_served)
-        self._counters[tenant] = max(self._counters.get(tenant, 0.0), floor)
+    def enter(self, seq: Sequence, now: int) -> None:
+        """Open the accounts of a new sequence, or note that they have one more; reads weight and priority anew."""
+        name = seq.tenant
+        if name is None:
+            tenant = self.tenants.enter(None, now, is_free=True)
+            tenant.priority = _OPERATORS_PRIORITY
+        else:
+            tenant = self.tenants.enter(name, now, self._rules.weight(name))
+            tenant.priority = self._rules.priority(name)
+        tenant.users.enter(seq.user, now)
 
-    def charge(self, tenant: str | None, num_tokens: int) -> None:
-        """Add service to a tenant's counter. The operator's own work (None) is free."""
-        if tenant is not None:
-            self._last_served = self._counters.get(tenant, 0.0) + num_tokens / self._weight(tenant)
-            self._counters[tenant] = self._last_served
+    def leave(self, seq: Sequence) -> None:
+        """Note that a sequence has ended."""
+        tenant, user = self.of(seq)
+        tenant.users.leave(user)
+        self.tenants.leave(tenant)
 
-    def order(self, tenants: Iterable[str | None]) -> list[str | None]:
-        """Return the tenants, the least served first; ties keep the given order."""
-        return sorted(tenants, key=lambda tenant: self._counters.get(tenant, 0.0))
+    def of(self, seq: Sequence) -> tuple[TenantAccount, UserAccount]:
+        """Return the accounts that a live sequence is charged to."""
+        tenant = self.tenants.active[seq.tenant]
+        return tenant, tenant.users.active[seq.user]
+
+    def charge(self, seq: Sequence, cost: int) -> None:
+        """Add service to a sequence's accounts; a negative ``cost`` takes back what was not carried out."""
+        tenant, user = self.of(seq)
+        if tenant.weight:
+            tenant.counter += cost / tenant.weight
+        user.counter += cost

@@ -34,6 +34,10 @@ class Sequence:
         was_preempted: Whether it lost its blocks to an older sequence and must compute them again.
         leader: The sequence it is held back for because that one computes the same prefix.
         num_waits: How often it was held back so far.
+        num_passed: How often a later one of its user went before it while it was the first in line.
+        num_expected_tokens: Cached tokens it would have had, when it was last looked at in line.
+        estimated_at: The step in which that was; None before.
+        num_billed_tokens: How far its prompt and reply were counted for its tenant's rate, what was cached included.
         diverged: Whether, when it was first admitted, a readable block went on differently where its match ended.
         gone: ``evicted`` or ``purged`` if, at that time, it ended because rows of its principal were destroyed.
     """
@@ -50,6 +54,10 @@ class Sequence:
     was_preempted: bool = False
     leader: Sequence | None = None
     num_waits: int = 0
+    num_passed: int = 0
+    num_expected_tokens: int = 0
+    estimated_at: int | None = None
+    num_billed_tokens: int = 0
     diverged: bool = False
     gone: str | None = None
 
@@ -57,6 +65,11 @@ class Sequence:
     def tenant(self) -> str | None:
         """Tenant it is charged to; None for the operator."""
         return self.scopes.tenant
+
+    @property
+    def user(self) -> str | None:
+        """User of its tenant; None where the request named none, and for publications."""
+        return self.scopes.reach[-1].user
 
     @property
     def num_pending_tokens(self) -> int:

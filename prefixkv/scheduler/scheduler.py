@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
-from prefixkv.cache.index import common_prefix
 from prefixkv.cache.manager import KVCacheManager
-from prefixkv.cache.table import PrefixMatch
 from prefixkv.config import SchedulerConfig
-from prefixkv.scheduler.fairness import FairnessCounters
-from prefixkv.scheduler.queue import RequestQueue
-from prefixkv.scheduler.request import Sequence, SequenceStatus
+from prefixkv.scheduler.lane import Lane
+from prefixkv.scheduler.request import Sequence
+from prefixkv.scheduler.round import Round
+from prefixkv.scheduler.rules import EqualRules, StepShare, TenantRules
 
-__all__ = ["ScheduledChunk", "Scheduler"]
-
-logger = logging.getLogger("prefixkv.scheduler")
-
-# A sequence waits for another one's prefill only if that spares it at least this many tokens.
-_MIN_SHARED_TOKENS = 16
-_MAX_WAITS = 8
+__all__ = ["ScheduledChunk", "Scheduler", "Waiting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,71 +23,115 @@ class ScheduledChunk:
     num_tokens: int
 
 
-class _Shortage(Enum):
-    POOL = "pool"
-    CEILING = "ceiling"
+class Waiting:
+    """What waits, over all lanes."""
+
+    def __init__(self, lanes: Callable[[], list[Lane]]) -> None:
+        self._lanes = lanes
+
+    def __len__(self) -> int:
+        return sum(len(lane.waiting) for lane in self._lanes())
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for lane in self._lanes():
+            yield from lane.waiting
+
+    def num_waiting(self, tenant: str | None) -> int:
+        """Return how many sequences of a tenant wait."""
+        return sum(lane.waiting.num_waiting(tenant) for lane in self._lanes())
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill.
+    """Continuous batching with chunked prefill, fair between tenants and between the users of each.
 
-    Running sequences go first, the oldest first, each with one decode token or a prefill chunk; then new ones are
-    admitted while the prefill budget and the pool allow. When a running sequence needs a block and none is to be
-    had, the youngest running one is preempted and computed again later; the oldest is never preempted, so any set of
-    requests that fit one by one ends.
+    In each step every running reply gets its next token. Then the prefill budget is given out turn by turn, to running
+    prompts and to new ones alike, to the least served tenant first; see :class:`~prefixkv.scheduler.round.Round`.
+    Whoever is preempted is computed again later; see :class:`~prefixkv.scheduler.lane.Lane` for why all of them end.
+
+    A strict tenant has a lane of its own with a fixed part of everything, as large as its part of the pool: the steps,
+    the order and the refusals that it sees do not depend on others. The other tenants share one lane with what is
+    left, whether strict ones use their parts or not. A step is what the lanes chose, one after the other. A lane ends
+    when it is empty, so a tenant whose policy becomes strict, or ceases to be, moves when it has nothing under way.
 
     Source: iteration-level scheduling (Orca), chunked prefill with separate budgets (Sarathi-Serve), preemption by
-    recomputation (vLLM). Waiting for a prefix that another sequence is computing is ours.
+    recomputation (vLLM), token counters (VTC). Waiting for a prefix that another sequence is computing is ours.
     """
 
-    def __init__(
-        self, config: SchedulerConfig, manager: KVCacheManager, weight: Callable[[str], float] = lambda tenant: 1.0
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, manager: KVCacheManager, rules: TenantRules | None = None) -> None:
         self.config = config
         self.manager = manager
-        self.fairness = FairnessCounters(weight)
-        self.waiting = RequestQueue(self.fairness)
-        self.running: list[Sequence] = []
-        self.stuck: list[Sequence] = []
-        """Waiting sequences that, in the last step, did not fit under their tenant's ceiling though it ran nothing."""
-        self.num_preemptions = 0
+        self.rules: TenantRules = EqualRules() if rules is None else rules
+        self.waiting = Waiting(self._all_lanes)
+        self._whole = StepShare.whole(config)
+        self._partitions: Mapping[str, int] = {}
+        self._shares: dict[str, StepShare] = {}
+        self._open = Lane(self._whole, manager, self.rules, is_strict=False)
+        self._strict: dict[str, Lane] = {}
+        self._ended_preemptions = 0
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that run, over all lanes."""
+        return [seq for lane in self._all_lanes() for seq in lane.running]
+
+    @property
+    def stuck(self) -> list[Sequence]:
+        """Waiting sequences that got no room in the last step though nothing was in their way that could end."""
+        return [seq for lane in self._all_lanes() for seq in lane.stuck]
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence had to give way."""
+        return self._ended_preemptions + sum(lane.num_preemptions for lane in self._all_lanes())
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
-        return bool(self.running) or len(self.waiting) > 0
+        return any(lane.has_work for lane in self._all_lanes())
+
+    def lane_of(self, tenant: str | None) -> Lane:
+        """Return where a tenant's next request goes; changes nothing that can be seen."""
+        self._read_partitions()
+        if tenant is None or tenant in self._open.fairness.tenants.active:
+            return self._open
+        lane = self._strict.get(tenant)
+        if lane is None and tenant in self._shares:
+            return Lane(self._shares[tenant], self.manager, self.rules, is_strict=True)
+        return lane or self._open
 
     def add(self, seq: Sequence) -> None:
         """Let a new sequence wait for admission."""
-        active = {*(other.tenant for other in self.running), *self.waiting.tenants()}
-        if seq.tenant not in active:
-            self.fairness.activate(seq.tenant, active)
-        self.waiting.push(seq)
+        lane = self.lane_of(seq.tenant)
+        lane.add(seq)
+        if lane.is_strict and seq.tenant is not None:
+            self._strict[seq.tenant] = lane
 
     def schedule(self) -> list[ScheduledChunk]:
         """Choose the next step and reserve its blocks. Mutates queues and the pool; may be empty when nothing fits."""
+        self._read_partitions()
         step: list[ScheduledChunk] = []
-        budget = self.config.max_prefill_tokens
-        for seq in sorted(self.running, key=lambda seq: seq.seq_id):
-            if seq.status is not SequenceStatus.RUNNING:
-                continue  # preempted a moment ago for an older one
-            num_tokens = seq.num_pending_tokens
-            if num_tokens > 1:
-                num_tokens = min(num_tokens, budget)
-                budget -= num_tokens
-            if num_tokens and self._make_room(seq, seq.num_computed_tokens + num_tokens):
-                step.append(ScheduledChunk(seq, num_tokens))
-        self._admit(step, budget)
+        for lane in self._all_lanes():
+            Round(lane, lane.begin_step()).run()
+            step.extend(ScheduledChunk(seq, num_tokens) for seq, num_tokens in lane.step.items())
         return step
 
-    def advance(self, chunk: ScheduledChunk) -> None:
-        """Note that a chunk was computed, charge its tenant and make its rows reusable."""
+    def advance(self, chunk: ScheduledChunk) -> int:
+        """Note that a chunk was computed and make its rows reusable.
+
+        Returns:
+            Tokens to count for the tenant's rate: prompt tokens computed and tokens generated, each once, however
+            often a preemption made it be computed.
+        """
         seq = chunk.seq
-        decoding = not seq.is_prefilling
         seq.num_computed_tokens += chunk.num_tokens
-        self.fairness.charge(seq.tenant, chunk.num_tokens * (FairnessCounters.OUTPUT_COST if decoding else 1))
-        prompt_done = seq.num_computed_tokens == seq.num_prompt_tokens
-        self.manager.commit(seq.seq_id, seq.token_ids, seq.num_computed_tokens, tail=prompt_done)
+        self.manager.commit(
+            seq.seq_id, seq.token_ids, seq.num_computed_tokens, tail=seq.num_computed_tokens == seq.num_prompt_tokens
+        )
+        # The last row of a prompt, and each one behind it, yields a token.
+        reached = seq.num_computed_tokens + (seq.generates and not seq.is_prefilling)
+        new = max(0, reached - seq.num_billed_tokens)
+        seq.num_billed_tokens += new
+        return new
 
     def finish(self, seq: Sequence, *, keep: bool = True) -> None:
         """Take a sequence out, wherever it stands, and give its blocks back.
@@ -105,120 +140,31 @@ class Scheduler:
             seq: A waiting or running sequence; a finished one is left alone.
             keep: Whether what it computed may be reused.
         """
-        if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
-            self.manager.close(seq.seq_id, seq.token_ids, seq.num_computed_tokens, keep=keep)
-        elif seq.status is SequenceStatus.WAITING:
-            self.waiting.remove(seq)
-        seq.status = SequenceStatus.FINISHED
+        lane = self._lane_with(seq)
+        lane.finish(seq, keep=keep)
+        if lane.is_strict and not lane.has_work and seq.tenant is not None:
+            self._ended_preemptions += lane.num_preemptions
+            self._strict.pop(seq.tenant, None)
 
-    def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
-        while not self.manager.reserve(seq.seq_id, num_tokens):
-            # Under its own ceiling a tenant can only make room for itself.
-            pool_is_short = not self.manager.shares.is_limited_by_ceiling(seq.tenant)
-            victims = [other for other in self.running if pool_is_short or other.tenant == seq.tenant]
-            victim = max(victims, key=lambda other: other.seq_id)
-            self._preempt(victim)
-            if victim is seq:
-                return False
-        return True
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks; it waits in front of its line and is computed again later."""
+        self._lane_with(seq).preempt(seq)
 
-    def _preempt(self, seq: Sequence) -> None:
-        logger.debug("preempt seq=%d computed=%d", seq.seq_id, seq.num_computed_tokens)
-        self.running.remove(seq)
-        self.manager.close(seq.seq_id, seq.token_ids, seq.num_computed_tokens)
-        seq.num_computed_tokens = 0
-        seq.status = SequenceStatus.WAITING
-        seq.was_preempted = True
-        self.waiting.push(seq, front=True)
-        self.num_preemptions += 1
+    def _lane_with(self, seq: Sequence) -> Lane:
+        lane = self._strict.get(seq.tenant) if seq.tenant is not None else None
+        return lane or self._open
 
-    def _admit(self, step: list[ScheduledChunk], budget: int) -> None:
-        admitted = 0
-        self.stuck = []
-        full: set[str | None] = set()
-        for seq in list(self.waiting.candidates()):
-            if admitted == self.config.max_new_seqs_per_step or len(self.running) >= self.config.max_num_seqs:
-                return
-            if budget < 1:
-                return
-            if seq.tenant in full or self._is_led(seq):
-                continue
-            match = self.manager.match(seq.token_ids, seq.scopes)
-            if self._find_leader(seq, match):
-                continue
-            num_tokens = min(len(seq.token_ids) - match.num_tokens, budget)
-            shortage = self._find_shortage(seq, match, num_tokens)
-            if shortage is _Shortage.POOL:
-                return  # Nobody may pass the one that waits for room, or a long prompt would starve.
-            if shortage is _Shortage.CEILING:
-                full.add(seq.tenant)
-                if not any(other.tenant == seq.tenant for other in self.running):
-                    self.stuck.append(seq)
-                continue
-            cached = self.manager.open(seq.seq_id, match, seq.scopes, match.num_tokens + num_tokens)
-            if cached is None:
-                return
-            self.waiting.remove(seq)
-            self._start(seq, cached, match)
-            # Where the pool was too small to copy the partial block, more is left to compute than the match promised.
-            num_tokens = min(match.num_tokens + num_tokens - cached, budget)
-            step.append(ScheduledChunk(seq, num_tokens))
-            budget -= num_tokens
-            admitted += 1
+    def _all_lanes(self) -> list[Lane]:
+        return [self._open, *self._strict.values()]
 
-    def _start(self, seq: Sequence, num_cached: int, match: PrefixMatch) -> None:
-        self.running.append(seq)
-        seq.status = SequenceStatus.RUNNING
-        seq.num_computed_tokens = num_cached
-        if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = num_cached
-            seq.diverged = match.diverged
-            seq.gone = self.manager.why_missing(seq.token_ids, seq.scopes, match)
-
-    def _find_shortage(self, seq: Sequence, match: PrefixMatch, num_tokens: int) -> _Shortage | None:
-        """Say what keeps a waiting sequence from getting its cached prefix and blocks for its first chunk."""
-        manager = self.manager
-        if not self.running:
-            # It gets all there is; only a ceiling that was lowered, or pins, can be in its way.
-            alone = manager.num_available(seq.tenant, match.nodes)
-            if alone >= manager.blocks_for(match.num_tokens + num_tokens) - len(match.nodes):
-                return None
-            return _Shortage.CEILING if manager.shares.is_limited_by_ceiling(seq.tenant) else _Shortage.POOL
-        # A preempted sequence asks for everything it lost, or it would be admitted and preempted again and again.
-        target = len(seq.token_ids) if seq.was_preempted else match.num_tokens + num_tokens
-        needed = manager.blocks_for(target) - len(match.nodes)
-        keep = [*match.nodes, match.partial] if match.partial else match.nodes
-        # A spare block is left for each running sequence; under a ceiling, for each of the same tenant.
-        if manager.shares.room(seq.tenant, keep) < needed + len(self.running):
-            return _Shortage.POOL
-        own = sum(1 for other in self.running if other.tenant == seq.tenant)
-        # Alone under its ceiling it gets all there is, also the block that it would have copied from.
-        available = manager.num_available(seq.tenant, keep if own else match.nodes)
-        return _Shortage.CEILING if available < needed + own else None
-
-    @staticmethod
-    def _is_led(seq: Sequence) -> bool:
-        """Return whether the sequence still waits for the one it was held back for."""
-        leader = seq.leader
-        if leader and leader.status is SequenceStatus.RUNNING and leader.is_prefilling:
-            return True
-        seq.leader = None
-        return False
-
-    def _find_leader(self, seq: Sequence, match: PrefixMatch) -> bool:
-        """Hold a sequence back if a running one is computing a prefix that it will be able to reuse."""
-        most = len(seq.token_ids) - 1
-        worthwhile = min(_MIN_SHARED_TOKENS, max(1, most - match.num_tokens))
-        for leader in self.running:
-            if seq.num_waits == _MAX_WAITS or not leader.is_prefilling:
-                continue
-            readable = min(self.manager.shareable_prefix(leader.seq_id, seq.scopes), most)
-            if readable - match.num_tokens < worthwhile:
-                continue
-            shared = min(common_prefix(leader.token_ids, seq.token_ids), readable)
-            if shared - match.num_tokens >= worthwhile:
-                seq.leader = leader
-                seq.num_waits += 1
-                return True
-        return False
+    def _read_partitions(self) -> None:
+        """Share the step out anew where policies changed."""
+        partitions = self.rules.partitions()
+        if partitions is self._partitions:
+            return
+        self._partitions = partitions
+        total = self.manager.pool.num_blocks
+        self._shares = {tenant: self._whole.part(blocks, total) for tenant, blocks in partitions.items()}
+        self._open.share = self._whole.without(self._shares.values())
+        for tenant, lane in self._strict.items():
+            lane.share = self._shares.get(tenant, lane.share)

@@ -196,7 +196,7 @@ class Serving(Machine):
     @rule(number=numbers)
     def preempt(self, number: int) -> None:
         running = self.loop.scheduler.running
-        self.loop.scheduler._preempt(running[number % len(running)])
+        self.loop.scheduler.preempt(running[number % len(running)])
 
     @rule()
     def fail_a_forward(self) -> None:

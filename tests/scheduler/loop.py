@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prefixkv.cache.manager import KVCacheManager
 from prefixkv.cache.scopes import ScopeMap
@@ -27,6 +27,37 @@ def cold_reply(prompt: Sequence[int], max_new: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+class Rules:
+    """What the scheduler asks about tenants, in mappings; who is not in one is like everybody."""
+
+    def __init__(
+        self,
+        *,
+        weight: Callable[[str], float] = lambda tenant: 1.0,
+        priority: Mapping[str, int] | None = None,
+        max_running: Mapping[str, int] | None = None,
+        floors: Mapping[str, int] | None = None,
+        partitions: Mapping[str, int] | None = None,
+    ) -> None:
+        self.weight = weight
+        self.priorities = {} if priority is None else priority
+        self.most_running = {} if max_running is None else max_running
+        self.floors = {} if floors is None else floors
+        self.strict = {} if partitions is None else partitions
+
+    def priority(self, tenant: str) -> int:
+        return self.priorities.get(tenant, 0)
+
+    def max_running(self, tenant: str) -> int | None:
+        return self.most_running.get(tenant)
+
+    def floor_blocks(self, tenant: str) -> int:
+        return self.strict.get(tenant, self.floors.get(tenant, 0))
+
+    def partitions(self) -> Mapping[str, int]:
+        return self.strict
+
+
 class Loop:
     """A scheduler over a :class:`Pool`; each step checks that every row it reads is the right one."""
 
@@ -38,12 +69,22 @@ class Loop:
         weight: Callable[[str], float] = lambda tenant: 1.0,
         ceiling: Callable[[str], int | None] = lambda tenant: None,
         make: type[KVCacheManager] = KVCacheManager,
+        rules: Rules | None = None,
         **config: int,
     ) -> None:
-        self.pool = Pool(num_blocks, block_size, weight=weight, ceiling=ceiling, make=make)
+        rules = rules or Rules(weight=weight)
+        self.pool = Pool(
+            num_blocks,
+            block_size,
+            weight=rules.weight,
+            ceiling=lambda tenant: rules.strict.get(tenant, ceiling(tenant)),
+            make=make,
+            floors=lambda: {**rules.floors, **rules.strict},
+            partitions=rules.partitions,
+        )
         self.manager = self.pool.manager
         self.config = SchedulerConfig(**config)
-        self.scheduler = Scheduler(self.config, self.manager, weight)
+        self.scheduler = Scheduler(self.config, self.manager, rules)
         self.sequences: list[Seq] = []
         self.pins: dict[int, Seq] = {}
         self.computed_tokens = 0

@@ -114,7 +114,7 @@ def _advance_to(loop: Loop, seq: Sequence, state: str) -> None:
                 loop.step()
         case "preempted":
             _advance_to(loop, seq, "decoding")
-            loop.scheduler._preempt(seq)
+            loop.scheduler.preempt(seq)
             loop.pool.carry_out()
             assert seq.status is SequenceStatus.WAITING
         case "finished":

@@ -87,7 +87,7 @@ def test_a_preempted_sequence_goes_on_where_it_was() -> None:
     while seq.num_generated_tokens < 5:
         loop.step()
     said = loop.reply(seq)
-    loop.scheduler._preempt(seq)
+    loop.scheduler.preempt(seq)
     loop.pool.carry_out()
     assert loop.reply(seq) == said
     assert seq.num_computed_tokens == 0
@@ -190,7 +190,7 @@ def test_a_preempted_sequence_goes_before_later_ones_of_its_tenant() -> None:
     first = loop.submit("a", text(8), max_new=8)
     loop.step()
     later = loop.submit("a", text(8, seed=1))
-    loop.scheduler._preempt(first)
+    loop.scheduler.preempt(first)
     loop.pool.carry_out()
     loop.step()
     assert first in loop.scheduler.running

@@ -52,7 +52,7 @@ def test_who_waits_for_another_goes_on_when_that_one_is_gone(end: str) -> None:
     assert [chunk.seq for chunk in loop.schedule()] == [leader]
     assert follower.leader is leader
     if end == "preempt":
-        loop.scheduler._preempt(leader)
+        loop.scheduler.preempt(leader)
     else:
         loop.scheduler.finish(leader, keep=end == "cancel")
     loop.run()
@@ -66,7 +66,10 @@ def test_waiting_for_others_ends() -> None:
     loop = Loop(num_blocks=256)
     follower = None
     for _ in range(20):
-        loop.scheduler.waiting.push(leader := Sequence(-1, text(60), 60, scopes_of("a"), 61), front=True)
+        leader = Sequence(-1, text(60), 60, scopes_of("a"), 61)
+        lane = loop.scheduler.lane_of("a")
+        lane.fairness.enter(leader, lane.now)
+        lane.waiting.push(leader, front=True)
         follower = follower or loop.submit("a", text(60))
         running = [chunk.seq for chunk in loop.schedule()]
         if follower in running:
