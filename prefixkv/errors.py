@@ -7,7 +7,7 @@
     |-- ContextOverflow (ValueError)  the prompt does not fit the context or the pool: limit, got
     |-- UnknownTenant                 the policies name no such tenant and have no default
     |-- QueueFull                     too many requests wait already
-    |-- QuotaExceeded                 a tenant's (or the pool's) room cannot hold the request
+    |-- QuotaExceeded                 a tenant's (or the pool's) room, or a tenant's rate, is too small: retry_after_s
     |-- EngineClosed                  the engine was closed
     |-- ExecutionError                the forward or sampling of this request failed; ``__cause__`` says why
     |-- UnsupportedModel              the model cannot be served exactly: reason
@@ -94,7 +94,19 @@ class QueueFull(PrefixKVError):
 
 
 class QuotaExceeded(PrefixKVError):
-    """The request alone needs more of the pool than its tenant, or what is not pinned, has."""
+    """The request needs more than its tenant, or what is not pinned of the pool, has.
+
+    Attributes:
+        retry_after_s: Seconds after which the tenant's tokens per minute allow a request again; None where waiting
+            does not help, because the request alone needs too much of the pool.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type[QuotaExceeded], tuple[str, float | None]]:
+        return type(self), (str(self), self.retry_after_s)
 
 
 class EngineClosed(PrefixKVError):

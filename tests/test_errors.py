@@ -33,6 +33,7 @@ EXAMPLES = [
     UnknownTenant("no such tenant"),
     QueueFull("too many wait"),
     QuotaExceeded("too large"),
+    QuotaExceeded("too much in a minute", 2.5),
     EngineClosed("closed"),
     ExecutionError("failed"),
     UnsupportedModel("longrope"),

@@ -102,7 +102,7 @@ class EngineCore:
             floors=tenants.floors, partitions=tenants.partitions, lifetime=tenants.lifetime, clock=clock,
         )  # fmt: skip
         scheduler = Scheduler(config.scheduler, manager, tenants)
-        limits, recall = Limits(tenants, manager, scheduler), Recall(lifetime=tenants.lifetime, clock=clock)
+        limits, recall = Limits(tenants, manager, scheduler, clock), Recall(lifetime=tenants.lifetime, clock=clock)
         return cls(runner, manager, scheduler, limits, policies, recall, config.debug)
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -116,6 +116,7 @@ class EngineCore:
         """Accept a request, or hand its sink the reason why not."""
         try:
             self.limits.check_queue(request)
+            self.limits.check_rate(request)
             self.limits.shorten(request, self._live)
             self.limits.check_room(request, self._live)
         except (QueueFull, QuotaExceeded, ContextOverflow) as error:
@@ -178,7 +179,7 @@ class EngineCore:
             return
         self.metrics.steps += 1
         for chunk in chunks:
-            self.scheduler.advance(chunk)
+            self.limits.count(chunk.seq.tenant, self.scheduler.advance(chunk))
         ready = [chunk.seq for chunk, part in zip(chunks, batch, strict=True) if part.needs_logits]
         self._sample(ready, logits)
         for chunk in chunks:

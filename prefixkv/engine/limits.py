@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from prefixkv.cache.expiry import Lifetime
 from prefixkv.cache.manager import KVCacheManager
 from prefixkv.engine.live import LiveRequest
+from prefixkv.engine.rates import TokenRates
 from prefixkv.errors import ContextOverflow, QueueFull, QuotaExceeded
 from prefixkv.policy import PolicySet, TenantPolicy
 from prefixkv.scheduler.request import Sequence
@@ -129,15 +132,41 @@ class _Room:
 class Limits:
     """Checks requests on arrival."""
 
-    def __init__(self, tenants: TenantLimits, manager: KVCacheManager, scheduler: Scheduler) -> None:
+    def __init__(
+        self,
+        tenants: TenantLimits,
+        manager: KVCacheManager,
+        scheduler: Scheduler,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._tenants = tenants
         self._manager = manager
         self._scheduler = scheduler
+        self._rates = TokenRates(lambda tenant: tenants.policy(tenant).tokens_per_minute, clock)
+
+    def check_rate(self, request: LiveRequest) -> None:
+        """Raise ``QuotaExceeded`` if the tenant has used up its tokens per minute. The operator may always publish."""
+        if request.tenant is None or request.pin:
+            return
+        wait_s = self._rates.wait_s(request.tenant)
+        if wait_s > 0:
+            limit = self._tenants.policy(request.tenant).tokens_per_minute
+            raise QuotaExceeded(
+                f"this tenant has used up its {limit} tokens per minute; try again in {wait_s:.1f} seconds", wait_s
+            )
+
+    def count(self, tenant: str | None, num_tokens: int) -> None:
+        """Count computed prompt tokens and generated tokens for a tenant's rate."""
+        if tenant is not None and num_tokens:
+            self._rates.spend(tenant, num_tokens)
 
     def check_queue(self, request: LiveRequest) -> None:
-        """Raise ``QueueFull`` if too many sequences wait already. A lone request may have any ``n``."""
-        waiting, new = self._scheduler.waiting, len(request.replies)
-        limit = self._scheduler.config.max_queued_requests
+        """Raise ``QueueFull`` if too many sequences wait already. A lone request may have any ``n``.
+
+        A strict tenant has a queue of its own; the others share what is left of the limit.
+        """
+        lane, new = self._scheduler.lane_of(request.tenant), len(request.replies)
+        waiting, limit = lane.waiting, lane.share.max_queued_requests
         if len(waiting) and len(waiting) + new > limit:
             raise QueueFull(f"{len(waiting)} sequences wait already and at most {limit} may; try again later")
         if request.tenant is None:
@@ -185,10 +214,17 @@ class Limits:
         pinned = {node for pins in manager.pins.values() for node in pins}
         shared = len(pinned.intersection(manager.match(seq.token_ids, seq.scopes).nodes))
         coming = [other for other in live if not other.generates]
-        # Others' floors may be full of blocks that nobody can take.
-        kept = sum(floor for other, floor in self._tenants.floors().items() if other != seq.tenant)
-        left = manager.pool.num_blocks - kept - manager.num_pinned() - sum(map(self._most_blocks, coming))
-        rooms = [_Room(max(0, left), shared, None, "the pool has for it")]
+        rooms = []
+        if seq.tenant is None or not self._tenants.is_strict(seq.tenant):
+            taken: Counter[str | None] = Counter(manager.pool.owner(node.block_id) for node in pinned)
+            for other in coming:
+                taken[other.tenant] += self._most_blocks(other)
+            # Others' floors may be full of blocks that nobody can take; what they pin is inside.
+            for tenant, floor in self._tenants.floors().items():
+                if tenant != seq.tenant:
+                    taken[tenant] = max(taken[tenant], floor)
+            kept = sum(taken.values())
+            rooms.append(_Room(max(0, manager.pool.num_blocks - kept), shared, None, "the pool has for it"))
         ceiling = self._tenants.ceiling_blocks(seq.tenant) if seq.tenant is not None else None
         if ceiling is not None:
             left = ceiling - manager.num_pinned(seq.tenant)
@@ -197,7 +233,10 @@ class Limits:
         return rooms
 
     def _largest(self, room: _Room, live: Iterable[Sequence]) -> int:
-        mine = (other for other in live if other.generates and room.tenant in (None, other.tenant))
+        mine = [other for other in live if other.generates and room.tenant in (None, other.tenant)]
+        if room.tenant is None:
+            strict = self._tenants.partitions()
+            mine = [other for other in mine if other.tenant not in strict]
         return max(map(self._most_blocks, mine), default=1 if room.tenant is None else 0)
 
     def _most_blocks(self, seq: Sequence) -> int:
