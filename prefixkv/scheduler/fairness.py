@@ -32,6 +32,7 @@ class Account:
         num_live: Sequences that wait or run.
         num_running: Sequences that run.
         num_waiting: Sequences that wait.
+        credit_tokens: How much of its head start is not used up yet.
     """
 
     name: str | None
@@ -42,6 +43,7 @@ class Account:
     num_live: int = 0
     num_running: int = 0
     num_waiting: int = 0
+    credit_tokens: float = 0.0
 
     @property
     def key(self) -> tuple[float, int, int]:
@@ -71,32 +73,60 @@ class TenantAccount(Account):
 class Accounts(Generic[A]):
     """Parties of one level that have a sequence now, and the counters of some that had one.
 
-    A party that comes back is lifted to the lowest counter among those that stayed, so it cannot save up service; nor
-    can it wash off what it got by leaving while others wait. When all have gone, all start anew.
+    A party that comes back is lifted to the lowest counter among those that stayed, less a head start: it saves up
+    no more than a burst, so that one that asks for little is answered at once though others flood. All head starts
+    together are no more than one burst either, and are earned again by what the others get meanwhile, so a stream of
+    newcomers holds nobody up for long. Nor can a party wash off what it got by leaving while others wait. When all
+    have gone, all start anew.
+
+    Attributes:
+        active: The parties, by name.
+        total_weight: The sum of their weights.
+        burst_tokens: The most that can be saved up.
     """
 
-    def __init__(self, make: type[A]) -> None:
+    def __init__(self, make: type[A], burst_tokens: int = 0) -> None:
         self.active: dict[str | None, A] = {}
         self.total_weight = 0.0
+        self.burst_tokens = burst_tokens
         self._make = make
         self._past: LRUCache[str | None, float] = LRUCache(_MAX_REMEMBERED)
         self._next_number = 0
+        self._lent_tokens = 0.0
 
     def enter(self, name: str | None, now: int, weight: float = 1.0, *, is_free: bool = False) -> A:
         """Count one more sequence of a party, whose weight may have changed; return its account."""
         account = self.active.get(name)
         if account is None:
-            paying = (other.counter for other in self.active.values() if other.weight)
-            lowest = 0.0 if is_free else min(paying, default=0.0)
-            counter = max(self._past.pop(name, 0.0), lowest)
+            counter, credit_tokens = (0.0, 0.0) if is_free else self._lift(self._past.pop(name, 0.0), weight)
             # Between equals the one that had the last step goes second, once: see Account.key.
             account = self.active[name] = self._make(name, self._next_number, now - 1, 0.0, counter)
+            account.credit_tokens = credit_tokens
             self._next_number += 1
         weight = 0.0 if is_free else weight
         self.total_weight += weight - account.weight
         account.weight = weight
         account.num_live += 1
         return account
+
+    def _lift(self, counter: float, weight: float) -> tuple[float, float]:
+        """Return where a party starts whose counter was ``counter``, and the head start in that."""
+        lowest = min((other.counter for other in self.active.values() if other.weight), default=None)
+        if lowest is None:
+            return max(counter, 0.0), 0.0
+        most_tokens = max(0.0, self.burst_tokens - self._lent_tokens)
+        start = max(counter, lowest - most_tokens / weight)
+        credit_tokens = max(0.0, lowest - start) * weight
+        self._lent_tokens += credit_tokens
+        return start, credit_tokens
+
+    def charge(self, account: A, cost: int) -> None:
+        """Add service to an account; a negative ``cost`` takes some back."""
+        if account.weight:
+            account.counter += cost / account.weight
+            used = min(account.credit_tokens, max(0, cost))
+            account.credit_tokens -= used
+            self._lent_tokens = max(0.0, self._lent_tokens - (max(0, cost) - used))
 
     def leave(self, account: A) -> None:
         """Count one sequence less."""
@@ -105,11 +135,12 @@ class Accounts(Generic[A]):
             return
         del self.active[account.name]
         self.total_weight -= account.weight
+        self._lent_tokens = max(0.0, self._lent_tokens - account.credit_tokens)
         if account.weight:
             self._past[account.name] = account.counter
         if not any(other.weight for other in self.active.values()):
             self._past.clear()
-            self.total_weight = 0.0
+            self.total_weight = self._lent_tokens = 0.0
 
     def part_of(self, account: Account, slots: int) -> float:
         """Return how many of some slots are a party's by weight, at least one."""
@@ -134,9 +165,10 @@ class FairnessCounters:
 
     OUTPUT_COST = 2
 
-    def __init__(self, rules: TenantRules) -> None:
+    def __init__(self, rules: TenantRules, burst_tokens: int = 0) -> None:
         self._rules = rules
-        self.tenants = Accounts(TenantAccount)
+        self._burst_tokens = burst_tokens
+        self.tenants = Accounts(TenantAccount, burst_tokens)
 
     def enter(self, seq: Sequence, now: int) -> None:
         """Open the accounts of a new sequence, or note that they have one more; reads weight and priority anew."""
@@ -147,6 +179,7 @@ class FairnessCounters:
         else:
             tenant = self.tenants.enter(name, now, self._rules.weight(name))
             tenant.priority = self._rules.priority(name)
+        tenant.users.burst_tokens = self._burst_tokens
         tenant.users.enter(seq.user, now)
 
     def leave(self, seq: Sequence) -> None:
@@ -163,6 +196,5 @@ class FairnessCounters:
     def charge(self, seq: Sequence, cost: int) -> None:
         """Add service to a sequence's accounts; a negative ``cost`` takes back what was not carried out."""
         tenant, user = self.of(seq)
-        if tenant.weight:
-            tenant.counter += cost / tenant.weight
-        user.counter += cost
+        self.tenants.charge(tenant, cost)
+        tenant.users.charge(user, cost)

@@ -15,6 +15,9 @@ __all__ = ["Lane"]
 
 logger = logging.getLogger("prefixkv.scheduler")
 
+# A tenant, or a user, that was away has its next prompt computed ahead of others' for so many steps' budget.
+_BURST_STEPS = 4
+
 
 def _age(seq: Sequence) -> int:
     return seq.seq_id
@@ -41,7 +44,7 @@ class Lane:
         self.manager = manager
         self.rules = rules
         self.is_strict = is_strict
-        self.fairness = FairnessCounters(rules)
+        self.fairness = FairnessCounters(rules, _BURST_STEPS * share.max_prefill_tokens)
         self.waiting = RequestQueue(self.fairness)
         self.running: list[Sequence] = []
         self.stuck: list[Sequence] = []

@@ -17,7 +17,7 @@ __all__ = ["Round"]
 _MIN_SHARED_TOKENS = 16
 _MAX_WAITS = 8
 # When all places are taken, so many parties are asked at most whether they may take one from another.
-_MAX_ASKED = 4
+_MAX_ASKED = 2
 
 
 class _Shortage(Enum):

@@ -96,6 +96,34 @@ def test_who_pauses_saves_nothing_up() -> None:
     assert counters.order() == ["a", "b"]
 
 
+def test_a_head_start_is_one_burst_and_is_earned_by_what_others_get() -> None:
+    """Else a stream of newcomers, each with its head start, would hold up those that were there before."""
+    accounts = Accounts(Account, burst_tokens=100)
+    old = accounts.enter("old", 0)
+    accounts.charge(old, 1000)
+    first = accounts.enter("first", 0, 2.0)
+    assert (first.counter, first.credit_tokens) == (950.0, 100.0), "by weight"
+    assert accounts.enter("second", 0).counter == 950.0, "nothing is left beyond the lowest"
+    accounts.charge(first, 60)
+    accounts.leave(first)
+    accounts.charge(old, 30)
+    late = accounts.enter("late", 0)
+    assert late.counter == 950.0 - 70.0, "what was not used came back, and what the others got"
+
+
+def test_a_burst_that_was_saved_up_is_no_share_for_ever() -> None:
+    """A tenant that comes and goes gets its head start only where it fell behind."""
+    accounts = Accounts(Account, burst_tokens=100)
+    old = accounts.enter("old", 0)
+    for _ in range(50):
+        guest = accounts.enter("guest", 0)
+        while guest.key < old.key:
+            accounts.charge(guest, 10)
+        accounts.leave(guest)
+        accounts.charge(old, 10)
+    assert guest.counter <= old.counter + 10
+
+
 def test_who_is_ahead_is_not_set_back_by_a_pause() -> None:
     """Nor can a tenant wash off what it got by leaving and coming back."""
     counters = Counters()
