@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prefixkv.scheduler.request import SequenceStatus
 from prefixkv.scope import Principal
 from tests.cache.fakes import SESSION, TENANT, text
-from tests.scheduler.loop import Loop, cold_reply
+from tests.scheduler.loop import Loop, Rules, cold_reply
 
 requests = st.lists(
     st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.integers(1, 24), st.integers(1, 16)),
@@ -23,11 +23,15 @@ def _every_set_ends(
     block_size: int,
     spare_blocks: int,
     ceilings: dict[str, int],
+    floors: dict[str, int],
     config: dict[str, int],
 ) -> None:
     largest = max(-(-(length + new - 1) // block_size) for _, _, length, new in wanted)
     limits = {tenant: largest + extra for tenant, extra in ceilings.items()}
-    loop = Loop(largest + spare_blocks, block_size, ceiling=limits.get, **config)
+    floors = {tenant: min(floor, limits.get(tenant, floor)) for tenant, floor in floors.items()}
+    # The largest one fits beside the floors of all others.
+    num_blocks = largest + spare_blocks + sum(floors.values())
+    loop = Loop(num_blocks, block_size, ceiling=limits.get, rules=Rules(floors=floors), **config)
     seqs = [
         loop.submit(tenant, text(length, seed), new, spans=((0, TENANT), (min(3, length - 1), SESSION)))
         for tenant, seed, length, new in wanted
@@ -46,6 +50,7 @@ _sets = given(
     block_size=st.sampled_from([1, 2, 4, 8]),
     spare_blocks=st.integers(0, 6),
     ceilings=st.dictionaries(st.sampled_from("abc"), st.integers(0, 3)),
+    floors=st.dictionaries(st.sampled_from("abc"), st.integers(1, 5)),
     config=st.fixed_dictionaries(
         {
             "max_num_seqs": st.integers(1, 14),
@@ -58,7 +63,7 @@ _sets = given(
 
 @_sets
 def test_any_set_of_requests_that_fit_one_by_one_ends(**drawn) -> None:  # type: ignore[no-untyped-def]
-    """Also in a pool that just holds the largest one, and under ceilings; and with the replies of an empty engine."""
+    """Also in a pool that just holds the largest one, under ceilings and beside floors; as in an empty engine."""
     _every_set_ends(**drawn)
 
 
