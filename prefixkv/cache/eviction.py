@@ -34,6 +34,10 @@ class LRUEviction:
         """Iterate over the tenants that have idle blocks."""
         return iter(self._idle)
 
+    def of(self, tenant: str | None) -> Iterator[Node]:
+        """Iterate over a tenant's idle blocks, the one first that is due first."""
+        return iter(self._idle.get(tenant, ()))
+
     def num_idle(self, tenant: str | None) -> int:
         """Return how many idle blocks a tenant has."""
         return len(self._idle.get(tenant, ()))

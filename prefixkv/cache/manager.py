@@ -16,7 +16,7 @@ from prefixkv.cache.ghosts import Ghosts
 from prefixkv.cache.index import BlockIndex, Node
 from prefixkv.cache.keys import ScopeKey, ScopeKeys
 from prefixkv.cache.pool import BlockPool
-from prefixkv.cache.retire import retire
+from prefixkv.cache.retire import evict, retire
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.cache.shares import Shares
 from prefixkv.cache.table import BlockOp, CopyRows, PrefixMatch, SequenceBlocks, ZeroBlocks, merged
@@ -358,19 +358,17 @@ class KVCacheManager:
         # More than once where the ceiling was lowered meanwhile.
         while self.shares.is_at_ceiling(tenant) and self._evict(tenant, tenant):
             pass
-        if not self.shares.free_for(tenant):
-            self._evict(self.shares.victim(tenant), tenant)
+        # And where a partition was made meanwhile: what it lacks is freed first.
+        while not self.shares.free_for(tenant) and self._evict(self.shares.victim(tenant), tenant):
+            pass
         return self.pool.allocate(tenant) if self.shares.free_for(tenant) else None
 
     def _evict(self, tenant: str | None, by: str | None) -> bool:
-        node = self.idle.victim(tenant)
-        if node is None:
-            return False
-        self.ghosts.evicted(node)
-        self.destroy(node)
-        self.shares.note_eviction(by, tenant)
-        self.num_evicted += 1
-        return True
+        gone = evict(self, tenant)
+        for owner in gone:
+            self.shares.note_eviction(by, owner)
+        self.num_evicted += len(gone)
+        return bool(gone)
 
     def destroy(self, node: Node) -> None:
         """Free an idle block that nothing stands on."""

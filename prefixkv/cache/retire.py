@@ -12,7 +12,7 @@ from prefixkv.scope import Scope
 if TYPE_CHECKING:
     from prefixkv.cache.manager import KVCacheManager
 
-__all__ = ["demote_scope", "destroy_scope", "discard", "expire", "retire"]
+__all__ = ["demote_scope", "destroy_scope", "discard", "evict", "expire", "retire"]
 
 
 def expire(manager: KVCacheManager) -> int:
@@ -53,6 +53,24 @@ def destroy_scope(manager: KVCacheManager, scope: Scope) -> int:
     retired = retire(manager, nodes)
     manager.ghosts.purged(keys)
     return len(retired)
+
+
+def evict(manager: KVCacheManager, tenant: str | None) -> list[str | None]:
+    """Destroy the idle block of a tenant that goes first; return whose blocks went, empty if it has none.
+
+    Public text that others' blocks stand on takes them along: they would be of no use, and all that could go otherwise
+    is gone. None of them is in use, since whoever uses a block uses all before it.
+    """
+    node, behind = manager.idle.victim(tenant), False
+    if node is None and tenant is None:
+        node, behind = next(manager.idle.of(None), None), True
+    if node is None:
+        return []
+    doomed = sorted(_with_descendants(node), key=lambda node: -node.depth) if behind else [node]
+    for gone in doomed:
+        manager.ghosts.evicted(gone)
+        manager.destroy(gone)
+    return [gone.scope.tenant if gone.scope else None for gone in doomed]
 
 
 def retire(manager: KVCacheManager, nodes: Iterable[Node]) -> set[Node]:

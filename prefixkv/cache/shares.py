@@ -71,9 +71,7 @@ class Shares:
 
     def free_for(self, tenant: str | None) -> int:
         """Return how many free blocks a tenant may take: not those that wait for others' partitions."""
-        owned = self._pool.owned_blocks
-        reserved = sum(max(0, n - owned.get(o, 0)) for o, n in self._partitions().items() if o != tenant)
-        return max(0, self._pool.num_free - reserved)
+        return max(0, self._pool.num_free - self._reserved(tenant))
 
     def victim(self, tenant: str | None) -> str | None:
         """Return the tenant whose idle block goes when ``tenant`` needs one: who is most over its share.
@@ -107,7 +105,13 @@ class Shares:
             if other != tenant:
                 borrowed = max(0, owned.get(other, 0) - floor)
                 protected += max(0, idle.num_idle(other) - borrowed)
-        return max(0, self.free_for(tenant) + len(idle) - protected - sum(kept.values()))
+        # What partitions lack, after a reload made them, comes out of idle blocks as well.
+        free = self._pool.num_free - self._reserved(tenant)
+        return max(0, free + len(idle) - protected - sum(kept.values()))
+
+    def _reserved(self, tenant: str | None) -> int:
+        owned = self._pool.owned_blocks
+        return sum(max(0, n - owned.get(o, 0)) for o, n in self._partitions().items() if o != tenant)
 
     def _below_ceiling(self, tenant: str | None, kept: Counter[str | None]) -> int | None:
         ceiling = None if tenant is None else self._ceiling(tenant)

@@ -134,3 +134,32 @@ def test_a_partition_that_a_reload_enlarged_is_filled_from_what_others_borrowed(
     pool.remember(text(16, 2), scopes_of("a"))
     assert owned(pool) == {"a": 4, "b": 4}
     pool.check()
+
+
+@pytest.mark.parametrize("most", [8, 16])
+def test_a_partition_made_while_others_fill_the_pool_leaves_them_the_rest_and_gets_its_own(most: int) -> None:
+    hard: dict[str, int] = {}
+    pool = Pool(16, floors=lambda: hard, partitions=lambda: hard)
+    for seed in range(1, 6):
+        pool.remember(text(16, seed), scopes_of("a"))
+    assert owned(pool) == {"a": 16}
+    hard["b"] = 16 - most  # a reload
+    assert pool.open(text(4 * most + 4, 9), scopes_of("a")) is None
+    opened = pool.open(text(4 * most, 9), scopes_of("a"))
+    assert opened is not None, "all that is not b's"
+    assert hard["b"] == 0 or pool.open(text(4 * hard["b"], 10), scopes_of("b")) is not None
+    pool.check()
+
+
+@pytest.mark.parametrize("is_partition", [False, True])
+def test_public_text_that_is_no_longer_published_goes_with_what_floors_hold_behind_it(is_partition: bool) -> None:
+    """Rows behind rows that are gone are of no use; and who was promised all but the floors gets it."""
+    pool = make(8, {"b": 2}, ("b",) if is_partition else ())
+    pin = pool.publish(text(16, 1))
+    assert pool.remember([*text(16, 1), *text(8, 2)], scopes_of("b")) == 16
+    pool.manager.unpin(pin)
+    assert owned(pool) == {None: 4, "b": 2}
+    assert pool.manager.num_available("a") == 6
+    assert pool.open(text(24, 3), scopes_of("a")) is not None
+    assert pool.manager.num_evicted == sum(pool.manager.shares.evictions.values()) >= 4
+    pool.check()
