@@ -10,6 +10,8 @@ from prefixkv.scope import Scope
 
 __all__ = ["Expiry", "Lifetime"]
 
+_FEW_ENTRIES = 1024
+
 Lifetime = tuple[float | None, float | None]
 """Seconds without use, and seconds since it was computed, that a block lives; None is for ever."""
 
@@ -18,7 +20,7 @@ class Expiry:
     """Knows which indexed blocks are past their time. Destroys nothing itself.
 
     Each block stands in a heap once, under a time that is no later than its end; it is looked at again then, so using a
-    block costs nothing here.
+    block costs nothing here. Entries of blocks that are gone are dropped when they are half of all.
 
     Args:
         lifetime: Of the blocks of a scope.
@@ -29,6 +31,7 @@ class Expiry:
         self._lifetime = lifetime
         self._clock = clock
         self._heap: list[tuple[float, int, Node]] = []
+        self._most_entries = _FEW_ENTRIES
 
     def added(self, node: Node) -> None:
         """Note that a block was stored just now."""
@@ -54,6 +57,12 @@ class Expiry:
         """Note that a block that may have been named while it could not go may go now."""
         self._push(node)
 
+    def drop_gone(self) -> None:
+        """Drop all entries of blocks that are not indexed any more: they name the blocks' tokens."""
+        self._heap = [entry for entry in self._heap if entry[2].is_indexed]
+        heapq.heapify(self._heap)
+        self._most_entries = max(_FEW_ENTRIES, 2 * len(self._heap))
+
     def rebuild(self, nodes: Iterable[Node]) -> None:
         """Begin anew, since lifetimes have changed."""
         self._heap = []
@@ -68,6 +77,8 @@ class Expiry:
         end = self._end(node)
         if end != float("inf"):
             heapq.heappush(self._heap, (end, node.uid, node))
+            if len(self._heap) > self._most_entries:
+                self.drop_gone()
 
     def _end(self, node: Node) -> float:
         if node.scope is None:

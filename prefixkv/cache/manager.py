@@ -253,6 +253,7 @@ class KVCacheManager:
             self.unpin(pin)
         self.keys.bump(tenant, user, session)
         retire(self, doomed)  # descendants are never wider than their parents, so whole subtrees are doomed
+        self.expiry.drop_gone()
         self.ghosts.purged(map(self.keys.key, set(doomed.values())))
         return len(doomed), sum(len(node.tokens) for node in doomed)
 

@@ -51,6 +51,7 @@ def destroy_scope(manager: KVCacheManager, scope: Scope) -> int:
     nodes = [node for node in manager.index if node.scope == scope]
     keys = {node.scope_key for node in nodes}
     retired = retire(manager, nodes)
+    manager.expiry.drop_gone()
     manager.ghosts.purged(keys)
     return len(retired)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from prefixkv.cache.expiry import Lifetime
+from prefixkv.cache.index import Node
 from prefixkv.cache.retire import destroy_scope, expire
 from prefixkv.scope import Scope, ScopeLevel
 from tests.cache.fakes import CHAT, SESSION, TENANT, Pool, scopes_of, text
@@ -136,3 +138,28 @@ def test_a_scope_is_destroyed_alone(is_open: bool) -> None:
     assert pool.num_cached(text(16), CHATS) == 6
     assert pool.num_cached(text(6) + text(10, 1), other) == 15
     assert pool.why(text(16), CHATS) == "purged"
+
+
+def test_blocks_that_are_gone_are_not_remembered_until_their_time_would_have_come() -> None:
+    pool = Timed({SESSION: (None, 86_400)}, num_blocks=4)
+    for seed in range(1200):
+        pool.remember(text(16, seed), scopes_of("a"))
+    assert len(pool.manager.expiry._heap) <= 1024, "of four blocks"
+    assert pool.wait(86_400) == 4
+
+
+@pytest.mark.parametrize("how", ["purge", "end of a session"])
+def test_what_is_destroyed_on_demand_leaves_no_tokens_behind(how: str) -> None:
+    pool = Timed({SESSION: (None, 86_400)}, num_blocks=8)
+    pool.remember(text(16), scopes_of("a"))
+    pool.remember(text(16, 1), scopes_of("b"))
+    gone = {node.tokens for node in pool.manager.index if node.scope and node.scope.tenant == "a"}
+    assert len(gone) == 4
+    if how == "purge":
+        pool.manager.purge("a", None, None)
+    else:
+        destroy_scope(pool.manager, Scope(SESSION, "a", "u", "s"))
+    gc.collect()
+    nodes = [thing for thing in gc.get_objects() if type(thing) is Node and thing.tokens in gone]
+    assert [node for node in nodes if node.scope and node.scope.tenant == "a"] == []
+    assert pool.wait(86_400) == 4, "the other tenant's are still known"
