@@ -53,6 +53,8 @@ class Lane:
         """What was chosen for the next step so far."""
         self.now = 0
         self.num_preemptions = 0
+        self.gave_way = False
+        """Whether a sequence was preempted in this step."""
 
     @property
     def has_work(self) -> bool:
@@ -64,10 +66,21 @@ class Lane:
         self.fairness.enter(seq, self.now)
         self.waiting.push(seq)
 
+    def absorb(self, other: Lane) -> None:
+        """Take over all that runs and waits in another lane, which must not be used any more. Not within a step."""
+        for seq in other.running:
+            self.fairness.enter(seq, self.now)
+            for account in self.fairness.of(seq):
+                account.num_running += 1
+        self.running += other.running
+        for seq in other.waiting:
+            seq.estimated_at = None  # by the other lane's steps
+            self.add(seq)
+
     def begin_step(self) -> list[Sequence]:
         """Begin a step: every reply gets its next token; return the running sequences with more to compute."""
         self.now += 1
-        self.step, self.stuck = {}, []
+        self.step, self.stuck, self.gave_way = {}, [], False
         prefills = []
         for seq in sorted(self.running, key=_age):
             if seq.status is SequenceStatus.RUNNING:  # else preempted a moment ago
@@ -125,6 +138,7 @@ class Lane:
         seq.was_preempted = True
         self.waiting.push(seq, front=True)
         self.num_preemptions += 1
+        self.gave_way = True
 
     # -- who gives way ---------------------------------------------------------------------------------------------
 

@@ -51,7 +51,8 @@ class Scheduler:
     A strict tenant has a lane of its own with a fixed part of everything, as large as its part of the pool: the steps,
     the order and the refusals that it sees do not depend on others. The other tenants share one lane with what is
     left, whether strict ones use their parts or not. A step is what the lanes chose, one after the other. A lane ends
-    when it is empty, so a tenant whose policy becomes strict, or ceases to be, moves when it has nothing under way.
+    when it is empty. A tenant whose policy becomes strict moves when it has nothing under way; one that ceases to be
+    strict moves at once, with all that it has.
 
     Source: iteration-level scheduling (Orca), chunked prefill with separate budgets (Sarathi-Serve), preemption by
     recomputation (vLLM), token counters (VTC). Waiting for a prefix that another sequence is computing is ours.
@@ -77,7 +78,12 @@ class Scheduler:
     @property
     def stuck(self) -> list[Sequence]:
         """Waiting sequences that got no room in the last step though nothing was in their way that could end."""
-        return [seq for lane in self._all_lanes() for seq in lane.stuck]
+        lanes = self._all_lanes()
+        if not any(lane.stuck for lane in lanes):
+            return []
+        # Where a reload moved the borders, what runs in another lane may hold what is theirs now, until it ends.
+        beyond = [lane for lane in lanes if (self._is_beyond_part(lane) if lane.running else lane.gave_way)]
+        return [seq for lane in lanes if all(other is lane for other in beyond) for seq in lane.stuck]
 
     @property
     def num_preemptions(self) -> int:
@@ -157,6 +163,23 @@ class Scheduler:
     def _all_lanes(self) -> list[Lane]:
         return [self._open, *self._strict.values()]
 
+    def _is_beyond_part(self, lane: Lane) -> bool:
+        """Return whether the tenants of a lane hold more than is theirs beside the other lanes' partitions."""
+        pool, idle, parts = self.manager.pool, self.manager.idle, self._partitions
+        if lane.is_strict:
+            tenant = lane.running[0].tenant
+            mine: dict[str | None, int] = {tenant: pool.owned_blocks.get(tenant, 0)}
+            most = 0
+        else:
+            mine = {tenant: owned for tenant, owned in pool.owned_blocks.items() if tenant not in self._strict}
+            most = pool.num_blocks - sum(parts.values())
+        held = 0
+        for tenant, owned in mine.items():
+            floor = 0 if tenant is None else self.rules.floor_blocks(tenant)
+            part = 0 if tenant is None else parts.get(tenant, 0)
+            held += max(0, max(owned - idle.num_idle(tenant), min(owned, floor)) - part)
+        return held > most
+
     def _read_partitions(self) -> None:
         """Share the step out anew where policies changed."""
         partitions = self.rules.partitions()
@@ -166,5 +189,11 @@ class Scheduler:
         total = self.manager.pool.num_blocks
         self._shares = {tenant: self._whole.part(blocks, total) for tenant, blocks in partitions.items()}
         self._open.share = self._whole.without(self._shares.values())
-        for tenant, lane in self._strict.items():
-            lane.share = self._shares.get(tenant, lane.share)
+        for tenant, lane in list(self._strict.items()):
+            if tenant in self._shares:
+                lane.share = self._shares[tenant]
+            else:
+                # Without a partition it would stand behind all others for what they leave.
+                self._open.absorb(lane)
+                self._ended_preemptions += lane.num_preemptions
+                del self._strict[tenant]

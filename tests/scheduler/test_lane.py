@@ -184,7 +184,7 @@ def test_a_strict_tenant_sees_nothing_of_others(mine: list[Request], others: lis
     assert _seen(mine, others) == _seen(mine, [])
 
 
-def test_a_tenant_moves_to_a_lane_of_its_own_when_it_is_idle() -> None:
+def test_a_tenant_moves_to_a_lane_of_its_own_when_it_is_idle_and_back_at_once() -> None:
     rules = Rules()
     loop = Loop(num_blocks=40, rules=rules)
     first = loop.submit("a", text(8), max_new=6)
@@ -198,9 +198,9 @@ def test_a_tenant_moves_to_a_lane_of_its_own_when_it_is_idle() -> None:
     assert loop.scheduler.lane_of("a").is_strict
     rules.strict = {}
     fourth = loop.submit("a", text(8, seed=3), max_new=6)
-    assert loop.scheduler.lane_of("a").is_strict
+    assert not loop.scheduler.lane_of("a").is_strict, "back it goes with all that it has"
+    loop.check()
     loop.run()
-    assert not loop.scheduler.lane_of("a").is_strict
     for n, seq in enumerate([first, second, third, fourth]):
         assert loop.reply(seq) == cold_reply(text(8, n), 6)
     loop.check()
@@ -223,3 +223,66 @@ def test_a_strict_tenant_does_not_wait_for_a_publication_under_way() -> None:
     mine = loop.submit("s", text(60))
     assert mine in {chunk.seq for chunk in loop.step()}
     loop.run()
+
+
+PARTITIONS = [{}, {"a": 6}, {"a": 12}, {"a": 6, "b": 8}, {"c": 16}, {"b": 12, "c": 6}]
+ONE = st.tuples(st.sampled_from("abcd"), st.sampled_from([3, 10, 16]), st.sampled_from([2, 8]))
+
+
+@given(
+    st.lists(ONE, min_size=5, max_size=20),
+    st.lists(st.tuples(st.integers(0, 12), st.sampled_from(PARTITIONS)), min_size=1, max_size=5),
+)
+def test_borders_that_reloads_move_fail_nobody_who_fits_inside_each_of_them(
+    requests: list[tuple[str, int, int]], reloads: list[tuple[int, dict[str, int]]]
+) -> None:
+    """Six blocks at most each. What others hold of a new partition comes back when they end; nothing is refused."""
+    rules = Rules()
+    loop = Loop(num_blocks=24, rules=rules, max_prefill_tokens=48)
+    seqs = [loop.submit(tenant, text(size, n), more) for n, (tenant, size, more) in enumerate(requests)]
+    for steps, partitions in [*reloads, (2000, {})]:
+        if steps != 2000:
+            rules.strict = dict(partitions)
+        for _ in range(steps):
+            if not loop.scheduler.has_work:
+                break
+            loop.step()
+            assert not loop.scheduler.stuck
+            loop.check()
+    assert not loop.live
+    assert [loop.reply(seq) for seq in seqs] == [
+        cold_reply(text(size, n), more) for n, (_, size, more) in enumerate(requests)
+    ]
+
+
+def test_a_new_partition_waits_for_those_who_hold_it() -> None:
+    rules = Rules()
+    loop = Loop(num_blocks=16, rules=rules, max_prefill_tokens=64)
+    theirs = loop.submit("a", text(8), 46)
+    for _ in range(44):
+        loop.step()
+    rules.strict = {"b": 8}
+    mine = loop.submit("b", text(20, 1), 3)
+    loop.step()
+    assert (mine in loop.scheduler.waiting, loop.scheduler.stuck) == (True, [])
+    while theirs in loop.scheduler.running:
+        loop.step()
+        if loop.scheduler.stuck == [theirs]:
+            loop.scheduler.finish(theirs)
+    loop.run()
+    assert loop.reply(mine) == cold_reply(text(20, 1), 3)
+
+
+def test_who_ceases_to_be_strict_competes_with_all_others_at_once() -> None:
+    rules = Rules(partitions={"b": 8})
+    loop = Loop(num_blocks=16, rules=rules, max_prefill_tokens=64)
+    mine = [loop.submit("b", text(8, seed), 20) for seed in range(2)]
+    loop.step()
+    rules.strict = {}
+    theirs = [loop.submit("a", text(8, seed), 50) for seed in range(2, 5)]
+    while loop.live:
+        loop.step()
+        assert not loop.scheduler.stuck
+    assert not mine[0].was_preempted, "the oldest of all"
+    assert [loop.reply(seq) for seq in mine] == [cold_reply(text(8, seed), 20) for seed in range(2)]
+    assert [loop.reply(seq) for seq in theirs] == [cold_reply(text(8, seed), 50) for seed in range(2, 5)]
