@@ -46,9 +46,15 @@ def discard(manager: KVCacheManager, token_ids: Sequence[int], scopes: ScopeMap)
             manager.destroy(node)
 
 
-def destroy_scope(manager: KVCacheManager, scope: Scope) -> int:
-    """Destroy all blocks of exactly one scope; return how many. Its sequences must be closed before."""
-    nodes = [node for node in manager.index if node.scope == scope]
+def destroy_scope(manager: KVCacheManager, scope: Scope, keep: Iterable[int] = ()) -> int:
+    """Destroy all blocks of exactly one scope, and what stands on them; return how many.
+
+    What is pinned stays, and what the sequences ``keep`` have; what others still use goes when they end.
+    """
+    kept = {node for nodes in manager.pins.values() for node in nodes}
+    for blocks in map(manager.sequences.__getitem__, keep):
+        kept.update(blocks.nodes, [blocks.tail] if blocks.tail else ())
+    nodes = [node for node in manager.index if node.scope == scope and node not in kept]
     keys = {node.scope_key for node in nodes}
     retired = retire(manager, nodes)
     manager.expiry.drop_gone()

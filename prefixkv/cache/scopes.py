@@ -68,6 +68,14 @@ class ScopeMap:
         own = Scope(ScopeLevel.TENANT, tenant)
         return cls((0,), (own,), (public, own), tenant)
 
+    def narrowed(self, level: ScopeLevel) -> ScopeMap:
+        """Return the same map with nothing in it wider than ``level``, which must be one of the map's reach."""
+        floor = next(scope for scope in self.reach if scope.level is level)
+        spans: dict[Scope, int] = {}
+        for start, scope in zip(self.starts, self.scopes, strict=True):
+            spans.setdefault(scope if scope.level >= level else floor, start)
+        return ScopeMap(tuple(spans.values()), tuple(spans), self.reach, self.tenant)
+
     def scope_at(self, position: int) -> Scope:
         """Return the scope of one token."""
         return self.scopes[bisect_right(self.starts, position) - 1]

@@ -20,6 +20,7 @@ from prefixkv.chat.segment import Prompt
 from prefixkv.config import EngineConfig
 from prefixkv.engine.limits import Limits, PoliciesInForce, TenantLimits
 from prefixkv.engine.live import LiveRequest, Reply
+from prefixkv.engine.registered import narrow, unshare
 from prefixkv.engine.result import Publication, PurgeReceipt
 from prefixkv.engine.snapshot import engine_stats, tenant_stats
 from prefixkv.errors import ContextOverflow, ExecutionError, IntegrityError, QueueFull, QuotaExceeded
@@ -123,6 +124,8 @@ class EngineCore:
             request.sink(error)
             return
         for reply in request.replies:
+            if request.tenant is not None and self._policies.of(request.tenant).tenant_scope == "registered":
+                narrow(self.manager, request, reply)  # it may have been written before a reload
             self._live[reply.seq] = (request, reply)
             self.scheduler.add(reply.seq)
 
@@ -335,7 +338,13 @@ class EngineCore:
             PolicyError: If they do not fit the pool; the former ones stay.
         """
         _check_fits(policies, self.runner)
+        tenants = {*self.manager.pool.owned_blocks, *(seq.tenant for seq in self._live)} - {None}
+        former = {tenant: self._policies.of(tenant).tenant_scope for tenant in tenants if tenant is not None}
         self._policies.replace(policies)
+        for tenant, scope in former.items():
+            if scope != self._policies.of(tenant).tenant_scope == "registered":
+                unshare(self.manager, self.recall, tenant, self._live.values())
+        self._run_ops()
         self.manager.expiry.rebuild(self.manager.index)
         self.recall.sweep(at_once=True)
 

@@ -266,3 +266,35 @@ def test_policies_that_do_not_fit_the_pool_are_refused_and_the_model_is_given_ba
     with pytest.raises(errors.PolicyError, match=where):
         engine.reload_policies(policies)
     assert engine.chat(CHAT, principal=Principal("globex"), sampling=SHORT).token_ids
+
+
+def test_what_users_planted_before_text_had_to_be_registered_is_shared_no_more(make_engine: Any) -> None:
+    published = [{"role": "system", "content": "This one the backend published itself."}, CHAT[1]]
+    fresh = make_engine(policies={"default": {"tenant_scope": "registered"}})
+    fresh.publish(published[:1], tenant="acme")
+    engine = make_engine()
+    engine.chat(CHAT, principal=ANN, sampling=SHORT)
+    engine.publish(published[:1], tenant="acme")
+    assert hits(engine, BEN) > hits(fresh, BEN)
+    engine.reload_policies({"default": {"tenant_scope": "registered"}})
+    assert (hits(engine, BEN), hits(engine, BEN, published)) == (hits(fresh, BEN), hits(fresh, BEN, published))
+    engine.check()
+
+
+def test_what_users_are_planting_while_text_becomes_registered_is_not_shared(make_engine: Any) -> None:
+    """One runs, one waits, and the backend is publishing."""
+    engine = make_engine(scheduler=SchedulerConfig(max_num_seqs=2, max_prefill_tokens=16))
+    chats = [[{"role": "system", "content": f"You are number {n}. " * 6}, CHAT[1]] for n in range(3)]
+    with engine.stream(chats[0], principal=ANN, sampling=ENDLESS) as first:
+        next(iter(first))
+        with engine.stream(chats[1], principal=ANN, sampling=ENDLESS) as second:
+            published: list[Any] = []
+            publisher = threading.Thread(target=lambda: published.append(engine.publish(chats[2][:1], tenant="acme")))
+            publisher.start()
+            engine.reload_policies({"default": {"tenant_scope": "registered"}})
+            next(iter(second))
+        publisher.join()
+    fresh = make_engine(policies={"default": {"tenant_scope": "registered"}})
+    assert fresh.publish(chats[2][:1], tenant="acme").blocks == published[0].blocks
+    assert [hits(engine, BEN, chat) for chat in chats] == [hits(fresh, BEN, chat) for chat in chats]
+    engine.check()
