@@ -122,7 +122,7 @@ def _legend(policies: PolicySet, pool: PoolSize) -> Iterator[str]:
     if policies.default is not None and policies.tenants:
         yield f"{_OTHERS}: each tenant not named here, if it asks beside all that are"
     if any(policy.isolation == "strict" for policy in policies.tenants.values()):
-        yield "its part: a strict tenant has the part of each step that its floor is of the pool"
+        yield "its part: a strict tenant has the part of each step that its floor is of the pool; others share the rest"
     if any(policy.min_pool for policy in policies.tenants.values()):
         yield "floor: kept for it; lent while it needs less, unless it is strict"
 
@@ -197,7 +197,7 @@ def _limits(policy: TenantPolicy) -> Iterator[str]:
 
 def _prompts(policy: TenantPolicy) -> Iterator[str]:
     if policy.few_shot_messages:
-        yield f"the first {policy.few_shot_messages} messages are examples"
+        yield f"the first {policy.few_shot_messages} messages behind the system text are examples, shared like it"
     if policy.tools_order == "canonical":
         yield "tools are sorted"
     if policy.splice_generated:

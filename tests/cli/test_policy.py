@@ -91,7 +91,8 @@ def test_the_rest_is_told_in_words(file: Path, capsys: pytest.CaptureFixture[str
         "slot now: its times are rounded down to the day (coarsen); scope tenant",
         "slot nick: goes to the end, before the last user turn (tail); scope session",
         "limits prompts of 4000 tokens, 8 requests run, 100 wait, 60000 tokens a minute",
-        "prompts the first 4 messages are examples, tools are sorted, replies come back as their own tokens, "
+        "prompts the first 4 messages behind the system text are examples, shared like it, tools are sorted, replies "
+        "come back as their own tokens, "
         "the template's clock: month, pool of format int8",
     ]
     assert section(out, "vault") == [
