@@ -233,7 +233,8 @@ class EngineCore:
                 self.fail(self._live[seq][0], QuotaExceeded("the request no longer fits the room that is left for it"))
 
     def _time_out(self, now: float) -> None:
-        requests = {request for request, _ in self._live.values() if request.deadline_s is not None}
+        # In order of arrival, not of a set: what is aborted first is evicted first.
+        requests = dict.fromkeys(request for request, _ in self._live.values() if request.deadline_s is not None)
         for request in requests:
             if request.deadline_s is not None and now >= request.deadline_s:
                 self.abort(request)
@@ -296,7 +297,7 @@ class EngineCore:
 
     def purge(self, tenant: str | None, user: str | None, session: str | None) -> PurgeReceipt:
         """Abort an identity's requests, destroy its blocks and overwrite them with zeros."""
-        doomed = {r for r, _ in self._live.values() if _is_of(r, tenant, user, session)}
+        doomed = dict.fromkeys(r for r, _ in self._live.values() if _is_of(r, tenant, user, session))
         for request in doomed:
             self.abort(request)
         self.recall.forget(tenant, user, session)
@@ -314,7 +315,7 @@ class EngineCore:
         self.recall.forget_scope(scope)
         if not self._policies.of(principal.tenant).zero_retention:
             return demote_scope(self.manager, scope)
-        for request in {request for request, _ in self._live.values() if request.principal == principal}:
+        for request in dict.fromkeys(r for r, _ in self._live.values() if r.principal == principal):
             self.abort(request)
         blocks = destroy_scope(self.manager, scope)
         self._run_ops()
