@@ -6,7 +6,7 @@ partial overlaps by bisection in the sorted children.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -87,6 +87,14 @@ def _tokens_of(node: Node) -> Tokens:
     return node.tokens
 
 
+def _oldest(children: list[Node], beginning: Tokens) -> Node:
+    """Return the one that was stored first of sorted children that begin alike; there is at least one."""
+    size = len(beginning)
+    start = bisect_left(children, beginning, key=_tokens_of)
+    end = bisect_right(children, beginning, lo=start, key=lambda node: node.tokens[:size])
+    return min(children[start:end], key=lambda node: node.uid)
+
+
 class BlockIndex:
     """Finds blocks by what they hold. Only the manager writes it."""
 
@@ -119,6 +127,9 @@ class BlockIndex:
     def longest_overlap(self, scope_keys: Iterable[ScopeKey], parent: Node, tokens: Tokens) -> tuple[Node | None, int]:
         """Return the child of ``parent`` in these scopes with the longest common prefix with ``tokens``.
 
+        Of children that agree equally far it is the one stored first: which of them is used, and so kept from eviction,
+        must not depend on what else they say.
+
         Returns:
             The child and the number of common tokens; with 0 common tokens any child, or None if there is no child.
         """
@@ -130,10 +141,10 @@ class BlockIndex:
                 continue
             # In sorted order the closest relatives of `tokens` stand next to where it would be inserted.
             place = bisect_left(children, tokens, key=_tokens_of)
-            for node in children[max(0, place - 1) : place + 1]:
-                overlap = common_prefix(node.tokens, tokens)
-                if overlap > length or best is None:
-                    best, length = node, overlap
+            overlap = max(common_prefix(node.tokens, tokens) for node in children[max(0, place - 1) : place + 1])
+            if overlap > length or best is None:
+                best = _oldest(children, tokens[:overlap]) if overlap else children[0]  # of which nothing is used
+                length = overlap
         return best, length
 
     def insert(self, scope: Scope, scope_key: ScopeKey, parent: Node, tokens: Tokens, block_id: int) -> Node:

@@ -31,6 +31,7 @@ def engine_stats(core: EngineCore) -> EngineStats:
         steps=core.metrics.steps,
         evicted_blocks=core.manager.num_evicted,
         evicted=tuple((by, of, count) for (by, of), count in core.manager.shares.evictions.items()),
+        hash_collisions=core.manager.index.collisions,
         tenants=tuple(sorted({*core.metrics.tenants, *(t for t in pool.owned_blocks if t is not None)})),
     )
 

@@ -71,6 +71,8 @@ class EngineStats(TenantStats):
 
     Attributes:
         evicted: (tenant that needed room, tenant whose blocks went, blocks); None is the operator's public text.
+        hash_collisions: Blocks that a hash named and a comparison of tokens, parent and scope turned away. A handful in
+            the life of an engine would mean that somebody makes them on purpose.
     """
 
     blocks_total: int
@@ -83,6 +85,7 @@ class EngineStats(TenantStats):
     steps: int
     tenants: tuple[str, ...]
     evicted: tuple[tuple[str | None, str | None, int], ...] = ()
+    hash_collisions: int = 0
 
 
 @dataclass(slots=True)
