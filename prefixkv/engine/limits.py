@@ -15,7 +15,7 @@ from prefixkv.errors import ContextOverflow, QueueFull, QuotaExceeded
 from prefixkv.policy import PolicySet, TenantPolicy
 from prefixkv.scheduler.request import Sequence
 from prefixkv.scheduler.scheduler import Scheduler
-from prefixkv.scope import Scope
+from prefixkv.scope import Scope, ScopeLevel
 
 __all__ = ["Limits", "PoliciesInForce", "TenantLimits"]
 
@@ -61,6 +61,7 @@ class TenantLimits:
         self._read: PolicySet | None = None
         self._floors: dict[str, int] = {}
         self._partitions: dict[str, int] = {}
+        self._lifetimes: dict[tuple[int, ScopeLevel], Lifetime] = {}
 
     def policy(self, tenant: str) -> TenantPolicy:
         """Return a tenant's policy; one that a reload removed keeps its last one while its blocks last."""
@@ -97,14 +98,20 @@ class TenantLimits:
         """Return the seconds without use, and in all, that what is cached of a scope lives; None is for ever."""
         if scope.tenant is None:
             return None, None
-        ttl = self.policy(scope.tenant).ttl_of(scope.level)
-        return ttl.idle, ttl.absolute
+        self._read_floors()
+        policy = self.policy(scope.tenant)
+        known = self._lifetimes.get((id(policy), scope.level))  # asked for every scope that is kept, in each sweep
+        if known is None:
+            ttl = policy.ttl_of(scope.level)
+            known = self._lifetimes[id(policy), scope.level] = ttl.idle, ttl.absolute
+        return known
 
     def _read_floors(self) -> None:
         policies = self._policies.get()
         if policies is not self._read:
             self._floors = {name: n for name in policies.tenants if (n := self.floor_blocks(name))}
             self._partitions = {name: n for name, n in self._floors.items() if self.is_strict(name)}
+            self._lifetimes = {}
             self._read = policies
 
     def is_strict(self, tenant: str) -> bool:

@@ -120,7 +120,7 @@ class PolicySet(PolicyModel):
         """
         policy = self.tenants.get(tenant, self.default)
         if policy is None:
-            raise UnknownTenant("this tenant is not in the policies, and they have no default")
+            raise UnknownTenant("this tenant is not in the policies, and they have no default; list it under tenants, or write a default")
         return policy
 
     def check_fits(
