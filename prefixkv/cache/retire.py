@@ -12,7 +12,7 @@ from prefixkv.scope import Scope
 if TYPE_CHECKING:
     from prefixkv.cache.manager import KVCacheManager
 
-__all__ = ["demote_scope", "destroy_scope", "discard", "evict", "expire", "retire"]
+__all__ = ["demote_scope", "destroy_scope", "discard", "evict", "expire", "retire", "shrink"]
 
 
 def expire(manager: KVCacheManager) -> int:
@@ -78,6 +78,21 @@ def evict(manager: KVCacheManager, tenant: str | None) -> list[str | None]:
         manager.ghosts.evicted(gone)
         manager.destroy(gone)
     return [gone.scope.tenant if gone.scope else None for gone in doomed]
+
+
+def shrink(manager: KVCacheManager) -> bool:
+    """Evict what strict tenants hold idle beyond partitions that a reload made smaller; return whether there was any.
+
+    Left alone it would go when others need room, and its tenant would see when that is.
+    """
+    found = False
+    for tenant in manager.shares.beyond_partitions():
+        while manager.shares.is_beyond_partition(tenant) and (gone := evict(manager, tenant)):
+            found = True
+            manager.num_evicted += len(gone)
+            for owner in gone:
+                manager.shares.note_eviction(tenant, owner)
+    return found
 
 
 def retire(manager: KVCacheManager, nodes: Iterable[Node]) -> set[Node]:

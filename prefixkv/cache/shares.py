@@ -69,6 +69,14 @@ class Shares:
         ceiling = None if tenant is None else self._ceiling(tenant)
         return ceiling is not None and self._pool.owned_blocks.get(tenant, 0) >= ceiling
 
+    def is_beyond_partition(self, tenant: str) -> bool:
+        """Return whether a strict tenant holds more than its partition, which a reload made smaller."""
+        return self._pool.owned_blocks.get(tenant, 0) > self._partitions().get(tenant, self._pool.num_blocks)
+
+    def beyond_partitions(self) -> list[str]:
+        """Return the strict tenants that hold more than their partitions."""
+        return [tenant for tenant in self._partitions() if self.is_beyond_partition(tenant)]
+
     def free_for(self, tenant: str | None) -> int:
         """Return how many free blocks a tenant may take: not those that wait for others' partitions."""
         return max(0, self._pool.num_free - self._reserved(tenant))

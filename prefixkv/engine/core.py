@@ -11,7 +11,7 @@ import torch
 
 from prefixkv.cache.keys import ScopeKeys
 from prefixkv.cache.manager import KVCacheManager
-from prefixkv.cache.retire import demote_scope, destroy_scope, discard, expire
+from prefixkv.cache.retire import demote_scope, destroy_scope, discard, expire, shrink
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.cache.table import CopyRows
 from prefixkv.chat.explain import CacheReport, build_report
@@ -160,6 +160,7 @@ class EngineCore:
     def step(self) -> None:
         """Run one iteration: schedule, move rows, one forward, sample, deliver."""
         self._time_out(time.monotonic())
+        shrink(self.manager)
         chunks = self.scheduler.schedule()
         self._fail_stuck()
         self._run_ops()
@@ -322,8 +323,8 @@ class EngineCore:
         return blocks
 
     def sweep(self) -> None:
-        """Destroy what is past its time."""
-        if expire(self.manager):
+        """Destroy what is past its time, or beyond its partition."""
+        if any([expire(self.manager), shrink(self.manager)]):
             self._run_ops()
         self.recall.sweep()
 
@@ -345,6 +346,7 @@ class EngineCore:
         for tenant, scope in former.items():
             if scope != self._policies.of(tenant).tenant_scope == "registered":
                 unshare(self.manager, self.recall, tenant, self._live.values())
+        shrink(self.manager)
         self._run_ops()
         self.manager.expiry.rebuild(self.manager.index)
         self.recall.sweep(at_once=True)

@@ -39,7 +39,6 @@ def test_inside_its_partition_a_strict_tenant_sees_nothing() -> None:
     assert run_program(program, {}, idle=True).is_clean
 
 
-@pytest.mark.xfail(strict=True, reason="blocks beyond a partition that a reload made smaller go when others need room")
 def test_a_partition_that_a_reload_makes_smaller_gives_its_blocks_back_at_once() -> None:
     """What a tenant holds beyond its new partition must not wait for others to take it: it sees when they do."""
     shrink = Act("reload", options={"which": 1})
