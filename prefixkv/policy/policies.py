@@ -120,7 +120,7 @@ class PolicySet(PolicyModel):
         """
         policy = self.tenants.get(tenant, self.default)
         if policy is None:
-            raise UnknownTenant("this tenant is not in the policies, and they have no default; list it under tenants, or write a default")
+            raise UnknownTenant("this tenant is not in the policies, and there is no default; list it, or write one")
         return policy
 
     def check_fits(

@@ -11,6 +11,7 @@ import pytest
 from prefixkv.scope import Principal
 from tests.audit.program import Act, Chat, Program
 from tests.audit.trial import run_program
+from tests.audit.world import run_world
 
 _HOW = {"max_tokens": 1, "n": 1, "streams": False, "slot": "none"}
 _CHATS = {
@@ -59,3 +60,13 @@ def test_text_published_to_everybody_is_there_whatever_others_do() -> None:
     ]
     program = replace(_program(acts, 0.4), num_blocks=60, chats=chats)
     assert run_program(program, {}, idle=True).is_clean
+
+
+def test_a_request_that_a_smaller_partition_cannot_hold_fails() -> None:
+    """It must not compute, give way to itself and begin again for ever."""
+    acts = [_say("attacker", 50)[0], Act("step"), Act("reload", options={"which": 1})]
+    acts[1] = Act("step", options={"count": 2})
+    program = _program(acts, 0.9, 0.3)
+    world = run_world(replace(program, scheduler={**program.scheduler, "max_prefill_tokens": 50}), {})
+    errors = [seen for seen in world.trace if "error" in seen]
+    assert [error[3] for error in errors] == ["QuotaExceeded"]
