@@ -159,15 +159,16 @@ class Round:
     def _find_shortage(self, seq: Sequence, match: PrefixMatch) -> _Shortage | None:
         """Say what keeps a waiting sequence from getting its cached prefix and blocks for its first chunk."""
         lane, manager = self._lane, self._manager
-        target = match.num_tokens + min(len(seq.token_ids) - match.num_tokens, self._budget)
+        # A preempted sequence asks for everything it lost, or it would be admitted and preempted again and again.
+        first = match.num_tokens + min(len(seq.token_ids) - match.num_tokens, self._budget)
+        target = len(seq.token_ids) if seq.was_preempted else first
         if not lane.running:
             # It gets all there is; only a ceiling that was lowered, or pins, can be in its way.
             if manager.num_available(seq.tenant, match.nodes) >= manager.blocks_for(target) - len(match.nodes):
                 return None
             is_own = lane.is_strict or manager.shares.is_limited_by_ceiling(seq.tenant)
             return _Shortage.OWN if is_own else _Shortage.POOL
-        # A preempted sequence asks for everything it lost, or it would be admitted and preempted again and again.
-        needed = manager.blocks_for(len(seq.token_ids) if seq.was_preempted else target) - len(match.nodes)
+        needed = manager.blocks_for(target) - len(match.nodes)
         keep = [*match.nodes, match.partial] if match.partial else match.nodes
         own = lane.fairness.of(seq)[0].num_running
         # A spare block is left for each running sequence; of what is inside its floor, and under a ceiling, for each of

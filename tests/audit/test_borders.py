@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from prefixkv.scope import Principal
-from tests.audit.program import Act, Chat, Program
+from tests.audit.program import Act, Chat, Program, make_program
 from tests.audit.trial import run_program
-from tests.audit.world import run_world
 
 _HOW = {"max_tokens": 1, "n": 1, "streams": False, "slot": "none"}
 _CHATS = {
@@ -62,11 +61,14 @@ def test_text_published_to_everybody_is_there_whatever_others_do() -> None:
     assert run_program(program, {}, idle=True).is_clean
 
 
-def test_a_request_that_a_smaller_partition_cannot_hold_fails() -> None:
-    """It must not compute, give way to itself and begin again for ever."""
-    acts = [_say("attacker", 50)[0], Act("step"), Act("reload", options={"which": 1})]
-    acts[1] = Act("step", options={"count": 2})
-    program = _program(acts, 0.9, 0.3)
-    world = run_world(replace(program, scheduler={**program.scheduler, "max_prefill_tokens": 50}), {})
-    errors = [seen for seen in world.trace if "error" in seen]
-    assert [error[3] for error in errors] == ["QuotaExceeded"]
+@pytest.mark.parametrize("seed", [17, 28, 29, 63])
+def test_trials_with_a_partition_that_becomes_smaller(seed: int) -> None:
+    """In 17, 28 and 29 others were seen to take the blocks. In 63 a request that no longer fitted never ended."""
+    program = make_program(seed, "strict")
+    policies = [
+        {**rules, "tenants": {**rules["tenants"], "u": {**rules["tenants"]["u"], "min_pool": share}}}
+        for rules, share in zip(program.policies, (0.5, 0.2), strict=True)
+    ]
+    acts = [act for act in program.acts if act.kind != "reload"]
+    acts.insert(len(acts) // 2, Act("reload", options={"which": 1}))
+    assert run_program(replace(program, policies=policies, acts=acts), {}, idle=True).is_clean
