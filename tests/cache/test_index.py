@@ -147,3 +147,11 @@ def test_honest_keys_do_not_collide() -> None:
     for n in range(10):
         pool.remember([n % 4, n // 4, 1, 2, 3, n % 3], scopes_of("a"))
     assert pool.manager.index.collisions == 0
+
+
+def test_words_do_not_decide_which_of_equally_close_blocks_is_used() -> None:
+    """The one that is used is kept from eviction, and what is evicted others may see: so it is the oldest."""
+    for tails in ((1, 3), (3, 1)):
+        index = BlockIndex(4)
+        nodes = [index.insert(SCOPE, KEYS[0], index.root, (7, 7, tail), place) for place, tail in enumerate(tails)]
+        assert index.longest_overlap(KEYS[:1], index.root, (7, 7, 2, 2)) == (nodes[0], 2)
