@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Callable
 from functools import cache
@@ -92,7 +93,16 @@ def choose_threading_layer() -> str | None:
 
 
 def use_threads() -> int:
-    """Let the parallel kernels that this thread starts use as many threads as torch; returns how many."""
-    threads: int = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    """Let the parallel kernels that this thread starts use as many threads as torch did at first; returns how many.
+
+    Always the same number: scratch is made for it. Torch's own number is no constant: it is kept per thread, and numba
+    raises it in a thread where it starts its own.
+    """
+    threads = _threads_of_torch()
     numba.set_num_threads(threads)
     return threads
+
+
+@functools.cache
+def _threads_of_torch() -> int:
+    return int(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))

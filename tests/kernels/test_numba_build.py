@@ -61,3 +61,15 @@ def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "THREADING_LAYER", "tbb")
     assert choose_threading_layer() is None
     assert numba.config.THREADING_LAYER == "tbb"
+
+
+def test_the_number_of_threads_is_the_same_whenever_it_is_asked_for() -> None:
+    """Scratch is made for it; numba raises torch's own number in a thread where it starts its threads."""
+    program = (
+        "from prefixkv.kernels.numba_build import use_threads; import numba\n"
+        "first = use_threads(); numba.get_num_threads(); print(first, use_threads())"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    first, second = done.stdout.split()
+    assert first == second
