@@ -237,8 +237,11 @@ class KVCacheManager:
 
     def num_pinned(self, tenant: str | None = None) -> int:
         """Return how many blocks pins hold (only those of ``tenant``, if given)."""
-        pinned = {node.block_id for nodes in self.pins.values() for node in nodes}
-        return sum(1 for block_id in pinned if tenant is None or self.pool.owner(block_id) == tenant)
+        return sum(1 for node in self.pinned_nodes() if tenant is None or self.pool.owner(node.block_id) == tenant)
+
+    def pinned_nodes(self) -> set[Node]:
+        """Return the blocks that pins hold."""
+        return {node for nodes in self.pins.values() for node in nodes}
 
     def purge(self, tenant: str | None, user: str | None, session: str | None) -> tuple[int, int]:
         """Destroy every block of an identity and begin a new key generation. Its sequences must be closed before.
@@ -357,14 +360,15 @@ class KVCacheManager:
 
     def _allocate(self, tenant: str | None) -> int | None:
         # More than once where the ceiling was lowered meanwhile.
-        while self.shares.is_at_ceiling(tenant) and self._evict(tenant, tenant):
+        while self.shares.is_at_ceiling(tenant) and self.evict(tenant, by=tenant):
             pass
         # And where a partition was made meanwhile: what it lacks is freed first.
-        while not self.shares.free_for(tenant) and self._evict(self.shares.victim(tenant), tenant):
+        while not self.shares.free_for(tenant) and self.evict(self.shares.victim(tenant), by=tenant):
             pass
         return self.pool.allocate(tenant) if self.shares.free_for(tenant) else None
 
-    def _evict(self, tenant: str | None, by: str | None) -> bool:
+    def evict(self, tenant: str | None, by: str | None) -> bool:
+        """Destroy the idle block of a tenant that goes first, for ``by``, and count it; False if there is none."""
         gone = evict(self, tenant)
         for owner in gone:
             self.shares.note_eviction(by, owner)

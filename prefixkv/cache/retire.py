@@ -23,7 +23,7 @@ def expire(manager: KVCacheManager) -> int:
     due = list(manager.expiry.due())
     if not due:
         return 0
-    pinned = {node for nodes in manager.pins.values() for node in nodes}
+    pinned = manager.pinned_nodes()
     doomed = [node for node in due if node not in pinned]
     manager.ghosts.expired(doomed)
     return len(retire(manager, doomed))
@@ -51,7 +51,7 @@ def destroy_scope(manager: KVCacheManager, scope: Scope, keep: Iterable[int] = (
 
     What is pinned stays, and what the sequences ``keep`` have; what others still use goes when they end.
     """
-    kept = {node for nodes in manager.pins.values() for node in nodes}
+    kept = manager.pinned_nodes()
     for blocks in map(manager.sequences.__getitem__, keep):
         kept.update(blocks.nodes, [blocks.tail] if blocks.tail else ())
     nodes = [node for node in manager.index if node.scope == scope and node not in kept]
@@ -87,11 +87,8 @@ def shrink(manager: KVCacheManager) -> bool:
     """
     found = False
     for tenant in manager.shares.beyond_partitions():
-        while manager.shares.is_beyond_partition(tenant) and (gone := evict(manager, tenant)):
+        while manager.shares.is_beyond_partition(tenant) and manager.evict(tenant, by=tenant):
             found = True
-            manager.num_evicted += len(gone)
-            for owner in gone:
-                manager.shares.note_eviction(tenant, owner)
     return found
 
 

@@ -218,7 +218,7 @@ class Limits:
     def _rooms(self, seq: Sequence, live: Iterable[Sequence]) -> list[_Room]:
         """Return what publications, those under way included, leave of the pool and under the tenant's ceiling."""
         manager = self._manager
-        pinned = {node for pins in manager.pins.values() for node in pins}
+        pinned = manager.pinned_nodes()
         shared = len(pinned.intersection(manager.match(seq.token_ids, seq.scopes).nodes))
         coming = [other for other in live if not other.generates]
         rooms = []

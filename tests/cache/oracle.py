@@ -134,9 +134,9 @@ class WatchedManager(KVCacheManager):
         assert not [node for node in self.index if node.scope and node.scope.is_within(tenant, user, session)]
         return receipt
 
-    def _evict(self, tenant: str | None, by: str | None) -> bool:
+    def evict(self, tenant: str | None, by: str | None) -> bool:
         owned = self.pool.owned_blocks.get(tenant, 0)
-        went = super()._evict(tenant, by)
+        went = super().evict(tenant, by)
         assert not went or tenant == by or tenant is None or owned > self.floors.get(tenant, 0), "another's floor"
         return went
 
