@@ -28,6 +28,11 @@ def _vocabulary(size: int = 900) -> list[str]:
     return ["".join(rng.choice(SYLLABLES) for _ in range(rng.choice((1, 2, 2, 3)))) for _ in range(size)]
 
 
+def prose(words: int, rng: random.Random) -> str:
+    """Return words of which no two texts share a beginning."""
+    return " ".join("".join(rng.choices(SYLLABLES, k=2)) for _ in range(words))
+
+
 def load(
     *,
     dynamic: bool,

@@ -26,17 +26,12 @@ import time
 from collections import deque
 from typing import Any
 
-from chat_load import SYLLABLES
+from chat_load import prose
 from prefix_reuse import RESULTS, describe_machine
 
 from prefixkv import CacheConfig, Engine, EngineConfig, Principal, SamplingParams, SchedulerConfig
 
 LIGHT = Principal("light", user="u")
-
-
-def prose(words: int, rng: random.Random) -> str:
-    """Return words of which no two texts share a beginning."""
-    return " ".join("".join(rng.choices(SYLLABLES, k=2)) for _ in range(words))
 
 
 def ask(engine: Engine, system: str, question: str, who: Principal) -> Any:

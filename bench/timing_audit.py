@@ -27,7 +27,7 @@ import sys
 import time
 from typing import Any
 
-from chat_load import SYLLABLES
+from chat_load import prose
 from prefix_reuse import RESULTS, describe_machine
 
 from prefixkv import CacheConfig, Engine, EngineConfig, Principal, SamplingParams
@@ -41,11 +41,6 @@ PROBERS = {
 }
 ALPHA = 1e-3
 RESAMPLES = 4000
-
-
-def words(count: int, rng: random.Random) -> str:
-    """Return words of which no two texts share a beginning."""
-    return " ".join("".join(rng.choices(SYLLABLES, k=2)) for _ in range(count))
 
 
 def first_token_ms(engine: Engine, text: str, who: Principal) -> float:
@@ -101,10 +96,10 @@ def measure(engine: Engine, options: argparse.Namespace, rng: random.Random) -> 
         for name, share in cases:
             difference = 0.0
             for sign in rng.sample((1, -1), 2):
-                secret = words(options.words, rng)
+                secret = prose(options.words, rng)
                 first_token_ms(engine, secret, VICTIM)
                 known = secret.split()[: round(share * options.words)] if sign > 0 else []
-                probe = " ".join([*known, *words(options.words - len(known), rng).split()])
+                probe = " ".join([*known, *prose(options.words - len(known), rng).split()])
                 difference += sign * first_token_ms(engine, probe, PROBERS[name])
             found[name, share].append(difference)
         if sys.stderr.isatty():
@@ -119,7 +114,7 @@ def block_ms(engine: Engine, options: argparse.Namespace, rng: random.Random) ->
     for number in range(30):
         for count, own in times.items():
             who = Principal("ruler", session=f"{number}-{count}")
-            text = words(count, rng)
+            text = prose(count, rng)
             own.append(first_token_ms(engine, text, who))
             tokens[count] = engine.explain([{"role": "user", "content": text}], principal=who).prompt_tokens
     more = tokens[options.words] - tokens[options.words // 2]
@@ -164,7 +159,7 @@ def main() -> None:
     command, machine = " ".join(["python", *sys.argv]), describe_machine()
     with Engine.from_pretrained("demo", config=EngineConfig(cache=CacheConfig(memory="256MiB"))) as engine:
         for number in range(10):  # so that the pool's memory and the compiled steps are warm
-            first_token_ms(engine, words(options.words, rng), Principal("warm", session=str(number)))
+            first_token_ms(engine, prose(options.words, rng), Principal("warm", session=str(number)))
         bound_ms = block_ms(engine, options, rng) / 4
         rows = judge(measure(engine, options, rng), bound_ms, rng)
     lines = [

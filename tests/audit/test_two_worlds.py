@@ -32,26 +32,9 @@ def test_a_strict_tenant_cannot_see_whether_another_is_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
-def test_400_trials_between_tenants(part: int) -> None:
-    _run("tenants", 1000 + part * _AT_ONCE, _AT_ONCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
-def test_400_trials_between_users(part: int) -> None:
-    _run("users", 1000 + part * _AT_ONCE, _AT_ONCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_200_trials_of_a_strict_tenant(part: int) -> None:
-    _run("strict", 1000 + part * _AT_ONCE, _AT_ONCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
-def test_400_trials_of_a_strict_tenant_without_the_victim(part: int) -> None:
-    _run("strict", 1000 + part * _AT_ONCE, _AT_ONCE, idle=True)
+@pytest.mark.parametrize(("kind", "idle"), [("tenants", False), ("users", False), ("strict", False), ("strict", True)])
+def test_400_trials_of_a_kind(kind: Kind, idle: bool, part: int) -> None:
+    _run(kind, 1000 + part * _AT_ONCE, _AT_ONCE, idle=idle)
 
 
 def test_a_seed_is_one_program() -> None:
