@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from prefixkv.cache.index import Node
+from prefixkv.lifetime import Lifetime, end_of_life
 from prefixkv.scope import Scope
 
-__all__ = ["Expiry", "Lifetime"]
+__all__ = ["Expiry"]
 
 _FEW_ENTRIES = 1024
-
-Lifetime = tuple[float | None, float | None]
-"""Seconds without use, and seconds since it was computed, that a block lives; None is for ever."""
 
 
 class Expiry:
@@ -75,17 +74,12 @@ class Expiry:
 
     def _push(self, node: Node) -> None:
         end = self._end(node)
-        if end != float("inf"):
+        if end != math.inf:
             heapq.heappush(self._heap, (end, node.uid, node))
             if len(self._heap) > self._most_entries:
                 self.drop_gone()
 
     def _end(self, node: Node) -> float:
         if node.scope is None:
-            return float("inf")
-        idle_s, absolute_s = self._lifetime(node.scope)
-        ends = (
-            float("inf") if idle_s is None else node.used_s + idle_s,
-            float("inf") if absolute_s is None else node.created_s + absolute_s,
-        )
-        return min(ends)
+            return math.inf
+        return end_of_life(self._lifetime(node.scope), used_s=node.used_s, created_s=node.created_s)

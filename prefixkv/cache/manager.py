@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prefixkv.cache.audit import check_manager
 from prefixkv.cache.eviction import LRUEviction
-from prefixkv.cache.expiry import Expiry, Lifetime
+from prefixkv.cache.expiry import Expiry
 from prefixkv.cache.ghosts import Ghosts
 from prefixkv.cache.index import BlockIndex, Node
 from prefixkv.cache.keys import ScopeKey, ScopeKeys
@@ -21,6 +21,7 @@ from prefixkv.cache.scopes import ScopeMap
 from prefixkv.cache.shares import Shares
 from prefixkv.cache.table import BlockOp, CopyRows, PrefixMatch, SequenceBlocks, ZeroBlocks, merged
 from prefixkv.errors import IntegrityError
+from prefixkv.lifetime import Lifetime
 from prefixkv.scope import Scope, ScopeLevel
 
 __all__ = ["KVCacheManager"]
@@ -244,12 +245,9 @@ class KVCacheManager:
         return {node for nodes in self.pins.values() for node in nodes}
 
     def purge(self, tenant: str | None, user: str | None, session: str | None) -> tuple[int, int]:
-        """Destroy every block of an identity and begin a new key generation. Its sequences must be closed before.
+        """Destroy every block of an identity and begin a new key generation; return blocks and tokens destroyed.
 
-        Without any filter the public scope goes as well.
-
-        Returns:
-            Blocks and tokens destroyed.
+        Its sequences must be closed before. Without any filter the public scope goes as well.
         """
         doomed = {node: node.scope for node in self.index if node.scope and node.scope.is_within(tenant, user, session)}
         for pin in [pin for pin, nodes in self.pins.items() if not doomed.keys().isdisjoint(nodes)]:

@@ -23,6 +23,7 @@ from prefixkv.chat.late import LateNote
 from prefixkv.chat.segment import Segment, SegmentKind
 from prefixkv.chat.shapes import Shapes
 from prefixkv.chat.shelves import Kept, Shelves
+from prefixkv.lifetime import Lifetime
 from prefixkv.scope import Principal, Scope, ScopeLevel
 
 __all__ = ["Origin", "Past", "Recall", "Reply", "Sent"]
@@ -163,7 +164,7 @@ class Recall:
         self,
         most_bytes: int = 16 * 2**20,
         *,
-        lifetime: Callable[[Scope], tuple[float | None, float | None]] = lambda scope: (None, None),
+        lifetime: Callable[[Scope], Lifetime] = lambda scope: (None, None),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most_bytes = most_bytes

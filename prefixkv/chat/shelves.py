@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from cachetools import LRUCache
 
+from prefixkv.lifetime import Lifetime, end_of_life
 from prefixkv.scope import Scope
 
 __all__ = ["Kept", "Shelves"]
@@ -57,7 +58,7 @@ class Shelves(Generic[T]):
         most_bytes: int,
         most_bytes_in_all: int,
         *,
-        lifetime: Callable[[Scope], tuple[float | None, float | None]] = lambda scope: (None, None),
+        lifetime: Callable[[Scope], Lifetime] = lambda scope: (None, None),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.size = 0
@@ -128,8 +129,5 @@ class Shelves(Generic[T]):
         return self._sweep_s if self._tenants else math.inf
 
     def _end(self, scope: Scope, value: T) -> float:
-        idle_s, absolute_s = self._lifetime(scope)
-        return min(
-            math.inf if idle_s is None else value.used_s + idle_s,
-            math.inf if absolute_s is None or value.created_s is None else value.created_s + absolute_s,
-        )
+        created_s = math.inf if value.created_s is None else value.created_s
+        return end_of_life(self._lifetime(scope), used_s=value.used_s, created_s=created_s)

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from prefixkv.cache.expiry import Lifetime
 from prefixkv.cache.manager import KVCacheManager
 from prefixkv.engine.live import LiveRequest
 from prefixkv.engine.rates import TokenRates
 from prefixkv.errors import ContextOverflow, QueueFull, QuotaExceeded
+from prefixkv.lifetime import Lifetime
 from prefixkv.policy import PolicySet, TenantPolicy
 from prefixkv.scheduler.request import Sequence
 from prefixkv.scheduler.scheduler import Scheduler

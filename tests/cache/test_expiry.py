@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from prefixkv.cache.expiry import Lifetime
 from prefixkv.cache.index import Node
 from prefixkv.cache.retire import destroy_scope, expire
+from prefixkv.lifetime import Lifetime
 from prefixkv.scope import Scope, ScopeLevel
 from tests.cache.fakes import CHAT, SESSION, TENANT, Pool, scopes_of, text
 
