@@ -14,17 +14,21 @@ class LRUEviction:
     """Idle nodes of each tenant, oldest first. A pinned or referenced node is never in here.
 
     A chain is added tail first, so the order alone evicts tails before heads; the leaf check guards the rest.
+
+    Attributes:
+        changed: Tenants whose first idle node came since somebody cleared it, in order.
     """
 
     def __init__(self) -> None:
         self._idle: dict[str | None, OrderedDict[Node, None]] = {}
         self._count = 0
+        self.changed: dict[str | None, None] = {}
 
     def __len__(self) -> int:
         return self._count
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._idle.get(_tenant(node), ())
+        return node in self._idle.get(node.tenant, ())
 
     def __iter__(self) -> Iterator[Node]:
         for nodes in self._idle.values():
@@ -44,12 +48,16 @@ class LRUEviction:
 
     def add(self, node: Node) -> None:
         """Note that a node fell idle just now."""
-        self._idle.setdefault(_tenant(node), OrderedDict())[node] = None
+        tenant = node.tenant
+        if tenant not in self._idle:
+            self._idle[tenant] = OrderedDict()
+            self.changed[tenant] = None
+        self._idle[tenant][node] = None
         self._count += 1
 
     def remove(self, node: Node) -> None:
         """Forget a node that is used again or gone."""
-        tenant = _tenant(node)
+        tenant = node.tenant
         nodes = self._idle[tenant]
         del nodes[node]
         if not nodes:
@@ -58,7 +66,7 @@ class LRUEviction:
 
     def demote(self, node: Node) -> None:
         """Make an idle node the first to go."""
-        self._idle[_tenant(node)].move_to_end(node, last=False)
+        self._idle[node.tenant].move_to_end(node, last=False)
 
     def victim(self, tenant: str | None) -> Node | None:
         """Return the tenant's node to evict next, or None. Does not mutate."""
@@ -66,7 +74,3 @@ class LRUEviction:
             if node.is_leaf:
                 return node
         return None
-
-
-def _tenant(node: Node) -> str | None:
-    return node.scope.tenant if node.scope else None

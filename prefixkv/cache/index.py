@@ -49,6 +49,11 @@ class Node:
     is_indexed: bool = True
 
     @property
+    def tenant(self) -> str | None:
+        """Whose tenant's it is; None is public text."""
+        return self.scope.tenant if self.scope else None
+
+    @property
     def is_leaf(self) -> bool:
         """Whether no indexed block follows."""
         return not self.children

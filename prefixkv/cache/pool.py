@@ -16,6 +16,10 @@ class BlockPool:
 
     A block is *free* (on the free list), *in use* (referenced), or *idle* (unreferenced but kept for reuse).
     The pool knows free and referenced; the manager knows which unreferenced blocks it keeps.
+
+    Attributes:
+        owned_blocks: Tenants (None is public text) to the blocks that count against them.
+        changed: Those whose number changed since somebody cleared it, in order.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -25,6 +29,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._owners: dict[int, str | None] = {}
         self.owned_blocks: dict[str | None, int] = {}
+        self.changed: dict[str | None, None] = {}
 
     @property
     def num_free(self) -> int:
@@ -40,6 +45,7 @@ class BlockPool:
         self._references[block_id] = 1
         self._owners[block_id] = owner
         self.owned_blocks[owner] = self.owned_blocks.get(owner, 0) + 1
+        self.changed[owner] = None
         logger.debug("allocate block=%d owner=%s free=%d", block_id, owner, len(self._free))
         return block_id
 
@@ -64,6 +70,7 @@ class BlockPool:
             raise IntegrityError(f"block {block_id} is released with {self._references[block_id]} references")
         owner = self._owners.pop(block_id)
         self.owned_blocks[owner] -= 1
+        self.changed[owner] = None
         if not self.owned_blocks[owner]:
             del self.owned_blocks[owner]
         self._is_free[block_id] = 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from prefixkv.cache.eviction import LRUEviction
 from prefixkv.cache.index import Node
 from prefixkv.cache.pool import BlockPool
+from prefixkv.cache.ranking import Ranking
 
 __all__ = ["Shares"]
 
@@ -25,7 +26,8 @@ class Shares:
         idle: What could be evicted.
         weight: A tenant's share relative to others'.
         ceiling: Most blocks a tenant may hold, or None.
-        floors: Returns the floor of each tenant that has one, in blocks, partitions included.
+        floors: Returns the floor of each tenant that has one, in blocks, partitions included; the same object until
+            other policies are in force.
         partitions: Returns those of them that are not lent.
 
     Attributes:
@@ -45,6 +47,8 @@ class Shares:
         self._pool, self._idle = pool, idle
         self._weight, self._ceiling = weight, ceiling
         self._floors, self._partitions = floors, partitions
+        self._ranking = Ranking(pool, idle, self._over)
+        self._ranked_by: Mapping[str, int] | None = None
         self.evictions: Counter[tuple[str | None, str | None]] = Counter()
 
     def room(self, tenant: str | None, keep: Iterable[Node] = ()) -> int:
@@ -86,13 +90,15 @@ class Shares:
 
         Its own goes where it is that itself, and where all the others are inside their floors. Public text goes last.
         """
-        owned, floors = self._pool.owned_blocks, self._floors()
-
-        def over(other: str) -> float:
-            return max(0, owned[other] - floors.get(other, 0)) / self._weight(other)
-
-        others = [other for other in self._idle.tenants() if other is not None and (other == tenant or over(other) > 0)]
-        return max(others, key=lambda other: (over(other), other == tenant), default=None)
+        floors = self._floors()
+        if floors is not self._ranked_by:  # other policies are in force: other floors, other weights
+            self._ranked_by = floors
+            self._ranking.rebuild()
+        first = self._ranking.first()
+        if tenant is not None and self._idle.num_idle(tenant):
+            if first is None or self._over(tenant) >= self._over(first):
+                return tenant
+        return first
 
     def note_eviction(self, by: str | None, of: str | None) -> None:
         """Count an evicted block."""
@@ -104,6 +110,10 @@ class Shares:
         """Return how many blocks a tenant lost to anybody, and how many of them to others."""
         lost = {by: count for (by, of), count in self.evictions.items() if of == tenant}
         return sum(lost.values()), sum(count for by, count in lost.items() if by != tenant)
+
+    def _over(self, tenant: str) -> float:
+        beyond = self._pool.owned_blocks.get(tenant, 0) - self._floors().get(tenant, 0)
+        return max(0, beyond) / self._weight(tenant)
 
     def _room(self, tenant: str | None, kept: Counter[str | None]) -> int:
         owned, idle = self._pool.owned_blocks, self._idle
