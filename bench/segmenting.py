@@ -4,7 +4,8 @@ Claim: segmenting a prompt whose beginning was seen costs at most 3 ms for 5,000
 more than the tokenizer's own ``apply_chat_template``.
 
 A conversation of about so many tokens is segmented as new (its tenant asked before, so the words of the template are
-known), and again when all but its last turn was sent before. ``apply_chat_template`` takes turns with both in the same
+known), and again when all but its last turn was sent before. ``plain`` is questions and answers; ``tools`` is calls of
+tools and their results. ``apply_chat_template`` takes turns with both in the same
 run. Times are processor time of this process, so a busy machine does not count.
 
 Run: python bench/segmenting.py --tokens 1500 5000 10000
@@ -19,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +33,45 @@ from prefixkv.model.load import load_tokenizer
 from prefixkv.policy import TenantPolicy
 
 POLICY = TenantPolicy()
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"{name.replace('_', ' ').capitalize()}.",
+            "parameters": {"type": "object", "properties": {"order": {"type": "string"}, "day": {"type": "integer"}}},
+        },
+    }
+    for name in ("find_order", "cancel_order")
+]
 
 
-def conversation(tokenizer: Any, tokens: int) -> list[dict[str, str]]:
+def conversation(tokenizer: Any, tokens: int, kind: str) -> list[dict[str, Any]]:
     """Return a chat of at least so many tokens, no two turns alike; a third of it is the system text."""
+    tools = TOOLS if kind == "tools" else None
     rule = "Rule {0}: an order of {1} pieces may be returned within {0} days, unless it was opened. "
     system = "You are the assistant of a shop. "
     number = 0
     while len(tokenizer.encode(system, add_special_tokens=False)) < tokens / 3:
         number += 1
         system += rule.format(number, number * 7919 % 1000)
-    messages = [{"role": "system", "content": system.strip()}]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system.strip()}]
     while True:
         number += 1
-        messages.append({"role": "user", "content": f"My order {number * 7919} of day {number}: may I return it?"})
-        if len(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)) >= tokens:
+        if kind == "plain" or len(messages) == 1:
+            messages.append({"role": "user", "content": f"My order {number * 7919} of day {number}: may I return it?"})
+        if len(tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=False)) >= tokens:
             return messages
-        answer = f"Order {number * 7919} came on day {number}. Rule {number % 40} applies to it, so you may. " * 4
-        messages.append({"role": "assistant", "content": answer.strip()})
+        if kind == "plain":
+            answer = f"Order {number * 7919} came on day {number}. Rule {number % 40} applies to it, so you may. " * 4
+            messages.append({"role": "assistant", "content": answer.strip()})
+            continue
+        call_id = f"call{number:05d}"
+        function = {"name": TOOLS[number % 2]["function"]["name"], "arguments": {"order": str(number * 7919), "day": 3}}
+        call = {"type": "function", "id": call_id, "function": function}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        answer = f"Order {number * 7919} was sent on day {number} and came to town {number * 31 % 97}."
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": answer})
 
 
 def interleaved_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -63,25 +86,25 @@ def interleaved_ms(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[st
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def measure(tokenizer: Any, segmenter: Segmenter, tokens: int, repeats: int) -> dict[str, float]:
+def measure(tokenizer: Any, segmenter: Segmenter, tokens: int, kind: str, repeats: int) -> dict[str, Any]:
     """Return tokens of the prompt and the times of one size."""
-    messages = conversation(tokenizer, tokens)
+    messages, tools = conversation(tokenizer, tokens, kind), TOOLS if kind == "tools" else None
     who, recall = Principal("acme", user="ada", session="1"), Recall()
     shapes = recall.past(who).shapes
-    before = segmenter.segment(messages[:-2], policy=POLICY, past=Past(shapes=shapes))
+    before = segmenter.segment(messages[:-2], policy=POLICY, tools=tools, past=Past(shapes=shapes))
     recall.remember(who, before.origin.sent if before.origin else None, {})
     found = interleaved_ms(
         {
             "apply_chat_template": lambda: tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=False, add_generation_prompt=True
+                messages, tools=tools, tokenize=True, return_dict=False, add_generation_prompt=True
             ),
-            "new": lambda: segmenter.segment(messages, policy=POLICY, past=Past(shapes=shapes)),
-            "seen": lambda: segmenter.segment(messages, policy=POLICY, past=recall.past(who)),
+            "new": lambda: segmenter.segment(messages, policy=POLICY, tools=tools, past=Past(shapes=shapes)),
+            "seen": lambda: segmenter.segment(messages, policy=POLICY, tools=tools, past=recall.past(who)),
         },
         repeats,
     )
-    prompt = segmenter.segment(messages, policy=POLICY, past=recall.past(who))
-    return {"tokens": len(prompt.token_ids), "messages": len(messages), **found}
+    prompt = segmenter.segment(messages, policy=POLICY, tools=tools, past=recall.past(who))
+    return {"kind": kind, "tokens": len(prompt.token_ids), "messages": len(messages), **found}
 
 
 def main() -> None:
@@ -90,6 +113,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="whose tokenizer (demo)")
     parser.add_argument("--template", type=Path, help="a .jinja file in place of its own")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1500, 5000, 10000])
+    parser.add_argument("--kinds", nargs="+", choices=("plain", "tools"), default=["plain"], help="of chats (plain)")
     parser.add_argument("--repeats", type=int, default=30)
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -100,13 +124,13 @@ def main() -> None:
     segmenter = Segmenter(tokenizer)
     command, machine = " ".join(["python", *sys.argv]), describe_machine()
     print(f"{command}\n{machine}\n")
-    print("tokens  messages  apply_chat_template       new  ratio      seen")
+    print("kind   tokens  messages  apply_chat_template       new  ratio      seen")
     rows = []
-    for tokens in options.tokens:
-        row = measure(tokenizer, segmenter, tokens, options.repeats)
+    for kind, tokens in product(options.kinds, options.tokens):
+        row = measure(tokenizer, segmenter, tokens, kind, options.repeats)
         ratio = row["new"] / row["apply_chat_template"]
         print(
-            f"{row['tokens']:6.0f}  {row['messages']:8.0f}  {row['apply_chat_template']:16.2f} ms"
+            f"{kind}  {row['tokens']:6.0f}  {row['messages']:8.0f}  {row['apply_chat_template']:16.2f} ms"
             f"  {row['new']:5.2f} ms  {ratio:5.2f}  {row['seen']:5.2f} ms"
         )
         rows.append({**row, "ratio": ratio})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from prefixkv.cache.index import Node
 from prefixkv.cache.keys import BlockKey, ScopeKey, block_key
 from prefixkv.cache.table import PrefixMatch
 
-__all__ = ["Ghosts"]
+__all__ = ["Ghosts", "GhostsByPart"]
 
 _MOST_SCOPES = 4096
 
@@ -35,17 +35,15 @@ class Ghosts:
         """Note that a block is about to be destroyed because others needed room."""
         self._note(node, "evicted")
 
-    def expired(self, nodes: Iterable[Node]) -> None:
-        """Note that blocks are about to be destroyed because their time is over."""
-        for node in nodes:
-            self._note(node, "expired")
+    def expired(self, node: Node) -> None:
+        """Note that a block is about to be destroyed because its time is over."""
+        self._note(node, "expired")
 
-    def purged(self, scope_keys: Iterable[ScopeKey]) -> None:
-        """Note the new keys of scopes whose blocks were destroyed on demand."""
-        for key in scope_keys:
-            self._scopes[key] = None
-            if len(self._scopes) > _MOST_SCOPES:
-                self._scopes.popitem(last=False)
+    def purged(self, scope_key: ScopeKey) -> None:
+        """Note the new key of a scope whose blocks were destroyed on demand."""
+        self._scopes[scope_key] = None
+        if len(self._scopes) > _MOST_SCOPES:
+            self._scopes.popitem(last=False)
 
     def stored(self, scope_key: ScopeKey) -> None:
         """Note that a scope has blocks again."""
@@ -68,7 +66,7 @@ class Ghosts:
             reach: Keys of all scopes that the principal may read.
             root: The index's.
         """
-        if match.diverged or match.num_tokens >= len(token_ids) - 1:
+        if match.num_tokens >= len(token_ids) - 1:
             return None
         start = match.num_tokens - match.partial_rows
         parent = match.nodes[-1] if match.nodes else root
@@ -80,10 +78,51 @@ class Ghosts:
             reason = next((self._blocks[key] for key in keys if key in self._blocks), None)
             if reason is not None:
                 return reason
-        return "purged" if scope_key in self._scopes else None
+        return "purged" if scope_key in self._scopes and not match.diverged else None
 
     def _note(self, node: Node, reason: str) -> None:
         self._blocks[node.key] = reason
         self._blocks.move_to_end(node.key)
         if len(self._blocks) > self._most_blocks:
             self._blocks.popitem(last=False)
+
+
+class GhostsByPart:
+    """What is gone of each partition and of the part that all others share, so that nobody can make a partition forget.
+
+    Of each part four times as many blocks are remembered as it has.
+
+    Args:
+        num_blocks: Blocks of the pool.
+        block_size: Tokens per block.
+        partitions: Returns the tenants that have blocks of their own, and how many.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, partitions: Callable[[], Mapping[str, int]]) -> None:
+        self._num_blocks, self._block_size, self._partitions = num_blocks, block_size, partitions
+        self._shared = Ghosts(4 * num_blocks, block_size)
+        self._parts: dict[str, Ghosts] = {}
+
+    def of(self, tenant: str | None) -> Ghosts:
+        """Return what is gone of the part that a tenant's blocks belong to; None is public text."""
+        partitions = self._partitions()
+        if tenant is None or tenant not in partitions:
+            return self._shared
+        if tenant not in self._parts:
+            self._parts = {name: ghosts for name, ghosts in self._parts.items() if name in partitions}
+            self._parts[tenant] = Ghosts(4 * partitions[tenant], self._block_size)
+        return self._parts[tenant]
+
+    def why(
+        self,
+        match: PrefixMatch,
+        token_ids: Sequence[int],
+        scope_key: ScopeKey,
+        reach: Collection[ScopeKey],
+        root: Node,
+        tenant: str | None,
+    ) -> str | None:
+        """Ask the part of a tenant, and the shared one for public text: see :meth:`Ghosts.why`."""
+        own = self.of(tenant)
+        told = own.why(match, token_ids, scope_key, reach, root)
+        return told if told or own is self._shared else self._shared.why(match, token_ids, scope_key, reach, root)

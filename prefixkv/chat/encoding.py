@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import re
 import threading
 from bisect import bisect_left, bisect_right
@@ -29,6 +31,7 @@ _RUN_LENGTH = 2000
 # What is tried behind a place to see whether the tokens before it depend on it, and how many of them are looked at.
 _FOLLOWERS = (*map(chr, range(32, 127)), *"\n\t\r\u00a0éß中あ한א\u0627नд🧿\u0301\u200d")
 _WINDOW_TOKENS = 16
+_MOST_SETTLED = 512
 _SPLIT_WINDOW = 1024
 """Characters in which a control token is looked for first: there is one in nearly every turn."""
 
@@ -73,6 +76,7 @@ class Encoder:
         spelt = sorted(self._controls, key=len, reverse=True)
         self._control_re = re.compile("|".join(map(re.escape, spelt)) or "(?!)")
         self._first_chars = tuple(sorted({token[0] for token in spelt}))
+        self._are_kept_by_json = all(json.dumps(token, ensure_ascii=False) == f'"{token}"' for token in spelt)
         self.longest_token_chars = self._longest(vocab)
 
     # -- control tokens ------------------------------------------------------------------------------------------
@@ -83,14 +87,23 @@ class Encoder:
         Raises:
             InvalidRequest: ``control_token`` if a key of a mapping does: keys cannot be marked.
         """
+        # One look at all of it is nearly always enough.
+        if self._are_kept_by_json and not self._spells(json.dumps(value, ensure_ascii=False)):
+            return False
+        return self._spells_somewhere(value, path)
+
+    def _spells(self, text: str) -> bool:
+        return any(char in text for char in self._first_chars) and bool(self._control_re.search(text))
+
+    def _spells_somewhere(self, value: Any, path: str) -> bool:
         if isinstance(value, str):
-            return any(char in value for char in self._first_chars) and bool(self._control_re.search(value))
+            return self._spells(value)
         if isinstance(value, dict):
-            if any(self.spells_control(key, path) for key in value):
+            if any(self._spells(key) for key in value):
                 raise InvalidRequest("control_token", path, "a key spells a control token of the model; rename it")
-            return any([self.spells_control(item, path) for item in value.values()])
+            return any([self._spells_somewhere(item, path) for item in value.values()])
         if isinstance(value, list):
-            return any([self.spells_control(item, path) for item in value])
+            return any([self._spells_somewhere(item, path) for item in value])
         return False
 
     def mark(self, value: Any, words: tuple[str, str] = (_OPEN, _CLOSE)) -> Any:
@@ -182,33 +195,50 @@ class Encoder:
             return [bisect_right(encoded.ends, position) for position in positions]
         return [self._shared_tokens(text, encoded.token_ids, position, is_marked) for position in positions]
 
-    def settled(self, text: str, position: int, encoded: Encoded) -> int:
+    def settled(self, text: str, position: int, encoded: Encoded, known: dict[bytes, int] | None = None) -> int:
         """Return up to where the tokens before a place are the same whatever character stands there.
 
         A tokenizer may group the last characters before a place by what follows: `` 10`` is one token, two line breaks
         are one or two. If such tokens were shared, others could see a trace of the text behind them. Where a control
         token follows, they cannot: tokenizers split there. One character of context is tried, and some tokens of
         the text before; without ends the place itself is returned.
+
+        Args:
+            text: The text.
+            position: The place.
+            encoded: Its tokens.
+            known: What was found before, by digest of the text before a place; more is added.
         """
         if encoded.ends is None or self._control_re.match(text, position):
             return position
         first = bisect_right(encoded.ends, position) - _WINDOW_TOKENS
         start = max(encoded.ends[first - 1] if first > 0 else 0, text.rfind(_CLOSE, 0, position) + 1)
         window = text[start:position]
+        key = hashlib.blake2b(window.encode(), digest_size=16).digest()
+        if known is None or key not in known:
+            place = self._settled(window)
+            if known is None:
+                return start + place
+            if len(known) >= _MOST_SETTLED:
+                known.clear()
+            known[key] = place
+        return start + known[key]
+
+    def _settled(self, window: str) -> int:
+        texts = [window, *(window + char for char in _FOLLOWERS)]
         with self._lock:
-            out = self.tokenizer(
-                [window, *(window + char for char in _FOLLOWERS)],
-                add_special_tokens=False,
-                padding=False,
-                truncation=False,
-                return_offsets_mapping=True,
-                verbose=False,
-            )
-        shared = out["input_ids"][0]
-        for other in out["input_ids"][1:]:
+            encoded = self._encode(window)
+            ids = self._ids_of(texts)
+        shared = ids[0]
+        for other in ids[1:]:
             shared = shared[: common_prefix(shared, other)]
-        ends = _ends(out["offset_mapping"][0])
-        return start + (ends[len(shared) - 1] if shared and ends else 0)
+        return encoded.ends[len(shared) - 1] if shared and encoded.ends else 0
+
+    def _ids_of(self, texts: list[str]) -> list[list[int]]:
+        if self._backend is not None and hasattr(self._backend, "encode_batch_fast"):
+            return [found.ids for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        out = self.tokenizer(texts, add_special_tokens=False, padding=False, truncation=False, verbose=False)
+        return list(out["input_ids"])
 
     def splits_at(self, text: str, position: int) -> bool:
         """Return whether a control token starts at a place whatever is around it: tokenizers split there."""

@@ -156,6 +156,46 @@ def _check_part(part: object, path: str) -> dict[str, str]:
 
 def _plain(value: Any, path: str, code: str, depth: int) -> Any:
     """Return a deep copy of JSON-like data. Paths name indexes, not keys: keys may be the model's or a user's words."""
+    try:
+        return _copied(value, depth)
+    except _OddError:
+        return _named(value, path, code, depth)
+
+
+class _OddError(Exception):
+    """There is something in a value that has to be looked at more closely."""
+
+
+def _copied(value: Any, depth: int) -> Any:
+    """Return a deep copy of plain data of the most common types; for all else use :func:`_named`."""
+    kind = type(value)
+    if kind is str:
+        if not value.isascii() and not _is_unicode(value):
+            raise _OddError
+        return value
+    if depth > _MAX_DEPTH:
+        raise _OddError
+    if kind is dict:
+        if not all(type(key) is str and (key.isascii() or _is_unicode(key)) for key in value):
+            raise _OddError
+        return {key: _copied(item, depth + 1) for key, item in value.items()}
+    if kind is list:
+        return [_copied(item, depth + 1) for item in value]
+    if value is None or kind is bool or kind is float or (kind is int and value.bit_length() <= _MOST_BITS):
+        return value
+    raise _OddError
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _named(value: Any, path: str, code: str, depth: int) -> Any:
+    """Do the same for all types of plain data, and name the place of what is none."""
     if depth > _MAX_DEPTH:
         raise InvalidRequest(code, path, f"is nested more than {_MAX_DEPTH} deep")
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
@@ -167,7 +207,7 @@ def _plain(value: Any, path: str, code: str, depth: int) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise InvalidRequest(code, path, "keys must be text")
-        return {check_text(str(key), path): _plain(item, path, code, depth + 1) for key, item in value.items()}
+        return {check_text(str(key), path): _named(item, path, code, depth + 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_plain(item, f"{path}[{i}]" if depth < 2 else path, code, depth + 1) for i, item in enumerate(value)]
+        return [_named(item, f"{path}[{i}]" if depth < 2 else path, code, depth + 1) for i, item in enumerate(value)]
     raise InvalidRequest(code, path, f"must be plain data (text, numbers, lists, mappings), not {type(value).__name__}")

@@ -45,11 +45,11 @@ class Anchored:
 
     Attributes:
         layout: The layout.
-        places: Start and end of each content, in the order of the messages; empty where one was not found whole.
+        places: Message to start and end of its content; empty where one was not found whole, or not in its turn.
     """
 
     layout: Layout
-    places: tuple[tuple[int, int], ...]
+    places: Mapping[int, tuple[int, int]]
 
 
 def lay_out_with_anchors(
@@ -74,9 +74,9 @@ def lay_out_with_anchors(
     if len(tails) > _MOST_TAILS:
         tails.clear()
     layout = _Anchored(chat, labels, anchors, full, spans, tails).lay_out()
-    in_order = [span.message for span in spans] == list(range(len(chat.messages)))
-    is_whole = in_order and all(span.is_whole for span in spans)
-    return Anchored(layout, tuple((span.start, span.end) for span in spans) if is_whole else ())
+    shown = [i for i, message in enumerate(chat.messages) if (message["content"] or "").strip()]
+    is_whole = [span.message for span in spans] == shown and all(span.is_whole for span in spans)
+    return Anchored(layout, {span.message: (span.start, span.end) for span in spans} if is_whole else {})
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -260,7 +260,7 @@ class _Anchored:
         Each costs a render of all before it. Without, the words between count as the later turn's; scopes are the same.
         """
         kinds = {self._labels[i].kind, self._labels[following].kind}
-        if kinds != {SegmentKind.HISTORY}:
+        if kinds != {SegmentKind.HISTORY} or i == following:
             return False
         self._exact -= 1
         return self._exact < 0

@@ -11,9 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 from prefixkv.chat.encoding import Encoded, Encoder
+from prefixkv.chat.gaps import words_of
 from prefixkv.chat.intake import Intake, take_in
 from prefixkv.chat.labels import Label, Layout
-from prefixkv.chat.messages import check_template_kwargs, check_text, total_characters
+from prefixkv.chat.messages import ROLES, check_template_kwargs, check_text, total_characters
 from prefixkv.chat.prefixes import lay_out_by_prefixes
 from prefixkv.chat.probing import with_clock
 from prefixkv.chat.profile import TemplateProfile, recognise
@@ -53,6 +54,7 @@ class Segmenter:
         self._vocab_tokens = self._encoder.vocab_tokens if vocab_tokens is None else vocab_tokens
         has_template = bool(getattr(self._tokenizer, "chat_template", None))
         self.profile = (template or recognise(self._tokenizer)) if has_template else None
+        self._template_words = words_of(*ROLES, *_sources(self._tokenizer))
 
     def segment(
         self,
@@ -150,7 +152,9 @@ class Segmenter:
             raise InvalidRequest("empty_prompt", "messages", "the chat template renders nothing for these messages")
         _refuse(len(encoded.token_ids), policy, limit)
         layout = self._lay_out(shown, intake, text, is_marked, past.shapes)
-        prompt = self._cut(text, encoded, layout, policy, is_marked, "documents" in chat.template_kwargs, intake.turn)
+        widest = policy.scope_level("history") if "documents" in chat.template_kwargs else ScopeLevel.PUBLIC
+        pieces = _scoped(layout, len(text), policy, widest, is_coarse=encoded.ends is None)
+        prompt = self._cut(text, encoded, pieces, is_marked, intake.turn, past.shapes.settled)
         sent = None
         if encoded.ends is not None:
             shown_text, ends = self._encoder.unmarked(text, encoded.ends) if is_marked else (text, encoded.ends)
@@ -232,24 +236,23 @@ class Segmenter:
             slots += [(i, label.name) for i, label in enumerate(labels) if label.name is not None]
             return lay_out_by_prefixes(shown, labels, slots, text)
         if known is not None:
-            known.learn(asked, found.layout, found.places)
+            known.learn(asked, found.layout, found.places, self._template_words)
         return found.layout
 
     def _cut(
         self,
         text: str,
         encoded: Encoded,
-        layout: Layout,
-        policy: TenantPolicy,
+        pieces: Sequence[tuple[int, Label, ScopeLevel]],
         is_marked: bool,
-        has_documents: bool,
         turn: int | None,
+        settled: dict[bytes, int],
     ) -> Prompt:
         """Return the prompt: segments that tile the tokens, each with the narrowest scope so far."""
-        widest = policy.scope_level("history") if has_documents else ScopeLevel.PUBLIC
-        pieces = _scoped(layout, len(text), policy, widest, is_coarse=encoded.ends is None)
         places = [
-            self._encoder.settled(text, start, encoded) if scope > before else start
+            self._encoder.settled(text, start, encoded, settled if before <= ScopeLevel.TENANT else None)
+            if scope > before
+            else start
             for (_, _, before), (start, _, scope) in pairwise(pieces)
         ]
         cuts = [0, *self._encoder.cut(text, encoded, places, is_marked), len(encoded.token_ids)]
@@ -305,6 +308,13 @@ def _merged(starts: Sequence[tuple[int, Label]], length: int, *, is_coarse: bool
             continue
         kept.append((start, label))
     return kept
+
+
+def _sources(tokenizer: Any) -> list[str]:
+    """Return the texts from which a template can take words: its source, and the special tokens."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    sources = [template] if isinstance(template, str) else list(template.values())
+    return [*sources, *map(str, getattr(tokenizer, "all_special_tokens", ()))]
 
 
 def _is_in_parts(message: object) -> bool:

@@ -7,11 +7,12 @@ where its turn came. If they are not, nothing is assumed and the chat is rendere
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefixkv.chat.labels import Label, Layout
+from prefixkv.chat.gaps import Gap, Mark, content_of, details, signature, split_gap
+from prefixkv.chat.labels import Label, Layout, last_user
 from prefixkv.chat.segment import SegmentKind
 from prefixkv.chat.slots import SlotSpan
 
@@ -32,14 +33,6 @@ class _Head:
     text: str
     starts: tuple[tuple[int, Label], ...]
     narrowed: tuple[tuple[int, Label], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Gap:
-    """What stands behind a content: text, and from where in it the next label counts; None if it never does."""
-
-    text: str
-    cut: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,86 +63,144 @@ class Shapes:
 
     Attributes:
         tails: What anchored layouts found out about single gaps.
+        settled: What :meth:`~prefixkv.chat.encoding.Encoder.settled` found out about text that the tenant shares.
     """
 
     def __init__(self) -> None:
         self.tails: Tails = {}
+        self.settled: dict[bytes, int] = {}
         self._heads: dict[tuple[object, ...], _Head] = {}
-        self._gaps: dict[tuple[object, ...], _Gap] = {}
+        self._gaps: dict[tuple[object, ...], Gap] = {}
 
     def lay_out(self, chat: RenderedChat) -> Layout | None:
         """Return the layout of a rendered chat, or None if its shape is not known; changes nothing."""
-        setting, messages, labels, text = chat.setting, chat.messages, chat.labels, chat.text
-        head = self._heads.get((setting, chat.tools, _kind(labels[0]))) if _are_plain(messages) else None
-        if head is None:
+        found = self._fill(chat)
+        if found is None or found[0] != chat.text:
             return None
-        pieces, starts, place = [head.text], [*head.starts], len(head.text)
-        for i, (message, label) in enumerate(zip(messages, labels, strict=True)):
-            content = message["content"]
-            starts.append((place, label))
-            for span in chat.spans[i]:
-                starts.append((place + span.start, Label(SegmentKind.SLOT, label.role, i, span.name)))
-                starts.append((place + span.end, label))
-            place += len(content)
-            following = labels[i + 1] if i + 1 < len(labels) else None
-            gap = self._gaps.get(_gap_key(setting, label, following))
-            if gap is None:
-                return None
-            if gap.cut is not None:
-                starts.append((place + gap.cut, following or Label(SegmentKind.GENERATION_PROMPT)))
-            pieces += [content, gap.text]
-            place += len(gap.text)
-        if place != len(text) or "".join(pieces) != text:
-            return None
-        return Layout(starts, list(head.narrowed), [])
+        return found[1]
 
-    def learn(self, chat: RenderedChat, layout: Layout, places: Sequence[tuple[int, int]]) -> None:
+    def _fill(self, chat: RenderedChat) -> tuple[str, Layout] | None:
+        """Return what a chat renders to if the template does as it did, and the layout of that."""
+        messages, labels = chat.messages, chat.labels
+        stretches = _stretches(chat)
+        head = None if stretches is None else self._heads.get((chat.setting, chat.tools, _kind(labels[0])))
+        if stretches is None or head is None:
+            return None
+        pieces, place = [head.text], len(head.text)
+        layout = Layout([*head.starts], [*head.narrowed], [])
+        for stretch in stretches:
+            first, gap = stretch.first, self._gaps.get(stretch.key) or self._gaps.get(stretch.detailed_key)
+            filled = None if gap is None else gap.fill(stretch.messages)
+            if filled is None:
+                return None
+            content, before, _ = content_of(messages[first])
+            label = labels[first]
+            layout.starts.append((place, label))
+            for span in chat.spans[first]:
+                start, stop = span.start - len(before), span.end - len(before)
+                if not 0 <= start <= stop <= len(content):
+                    return None  # it is, begins or ends with white space that may be trimmed
+                layout.starts.append((place + start, Label(SegmentKind.SLOT, label.role, first, span.name)))
+                layout.starts.append((place + stop, label))
+            place += len(content)
+            words, marks = filled
+            for offset, mark in marks:
+                marked = mark.label if isinstance(mark.label, Label) else labels[first + mark.label]
+                (layout.narrowed if mark.narrows else layout.starts).append((place + offset, marked))
+            pieces += [content, words]
+            place += len(words)
+        return "".join(pieces), layout
+
+    def learn(
+        self, chat: RenderedChat, layout: Layout, places: Mapping[int, tuple[int, int]], words: Container[str]
+    ) -> None:
         """Note the words of an anchored layout, if they show what the template always writes.
 
         Args:
             chat: The chat.
             layout: Where things were found.
-            places: Start and end of each content.
+            places: Message to start and end of its content without outer white space; empty if not all were found.
+            words: That the template can write by itself. What holds others is not kept: it may be a user's.
         """
-        setting, messages, labels, text = chat.setting, chat.messages, chat.labels, chat.text
-        if not _are_plain(messages) or len(places) != len(messages) or any(chat.spans) or layout.warnings:
+        stretches = _stretches(chat)
+        if stretches is None or not places or any(chat.spans) or layout.warnings:
             return
-        if any(text[start:end] != message["content"] for (start, end), message in zip(places, messages, strict=True)):
+        if any(chat.text[slice(*places[s.first])] != content_of(chat.messages[s.first])[0] for s in stretches):
             return
-        first = places[0][0]
-        if any(label.kind is SegmentKind.TOOLS and place >= first for place, label in layout.starts):
+        begin, end = places[0]
+        if any(begin < place < end or label.message is not None for place, label in layout.narrowed):
             return
-        if any(place > first for place, _ in layout.narrowed):
-            return
-        if first > _LONGEST_HEAD:
+        if begin > _LONGEST_HEAD:
             return
         if len(self._heads) >= _MOST_HEADS:
             self._heads = {}
-        if len(self._gaps) + len(messages) > _MOST_GAPS:
+        if len(self._gaps) + len(stretches) > _MOST_GAPS:
             self._gaps = {}
-        before = tuple((place, label) for place, label in layout.starts if place < first)
-        self._heads[setting, chat.tools, _kind(labels[0])] = _Head(text[:first], before, tuple(layout.narrowed))
-        for i, (_, end) in enumerate(places):
-            following = labels[i + 1] if i + 1 < len(labels) else None
-            behind = places[i + 1][0] if following else len(text)
-            wanted = following or Label(SegmentKind.GENERATION_PROMPT)
-            found = [place for place, label in layout.starts if label == wanted and end <= place <= behind]
-            cut = found[0] - end if found else None
-            if following is None or cut is not None:
-                self._gaps[_gap_key(setting, labels[i], following)] = _Gap(text[end:behind], cut)
+        starts = tuple((place, label) for place, label in layout.starts if place < begin)
+        narrowed = tuple((place, label) for place, label in layout.narrowed if place <= begin)
+        self._heads[chat.setting, chat.tools, _kind(chat.labels[0])] = _Head(chat.text[:begin], starts, narrowed)
+        for stretch in reversed(stretches):  # of several that are alike the first counts: it is the most exact
+            start = places[stretch.first][1]
+            stop = len(chat.text) if stretch.behind is None else places[stretch.behind][0]
+            marks = _marks(chat, layout, stretch, start, stop)
+            gap = split_gap(chat.text[start:stop], stretch.messages, marks)
+            if stretch.is_plain or gap.is_made_of(words):
+                self._gaps[stretch.detailed_key if gap.is_detailed else stretch.key] = gap
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """A content and what stands behind it. Frozen.
+
+    Attributes:
+        first: Which message's content.
+        behind: The next message with content, or None.
+        messages: From the one to the other.
+        key: What decides the words between them.
+        is_plain: Whether nothing but the template's words can be between them.
+    """
+
+    first: int
+    behind: int | None
+    messages: Sequence[Mapping[str, Any]]
+    key: tuple[object, ...]
+    is_plain: bool
+
+    @property
+    def detailed_key(self) -> tuple[object, ...]:
+        """The same, where it matters what the arguments of calls are."""
+        return (self.key, details(self.messages))
+
+
+def _stretches(chat: RenderedChat) -> list[_Stretch] | None:
+    """Return the contents of a chat in order, or None if there is a message of a kind that is not known."""
+    messages, user = chat.messages, last_user(chat.messages) or 0
+    signatures = [signature(message) for message in messages]
+    if len(messages[0]) > 2 or None in signatures:
+        return None
+    shown = [i for i, message in enumerate(messages) if message["content"] and not message["content"].isspace()]
+    if not shown or shown[0] or messages[0]["content"][0].isspace():
+        return None  # white space in front may be the content's own or the template's
+    found = []
+    for first, behind in zip(shown, [*shown[1:], None], strict=True):
+        end = len(messages) if behind is None else behind + 1
+        tools = bool(chat.tools) if first else chat.tools  # which may stand behind the system text
+        key = (chat.setting, tools, first >= user, behind is None, *signatures[first:end])
+        is_plain = all(kind is not None and len(kind) == 1 for kind in signatures[first:end])
+        found.append(_Stretch(first, behind, messages[first:end], key, is_plain))
+    return found
+
+
+def _marks(chat: RenderedChat, layout: Layout, stretch: _Stretch, start: int, stop: int) -> list[tuple[int, Mark]]:
+    """Return what a layout marks from ``start`` to ``stop``; of several starts at one place the last one counts."""
+    labels = {label: number for number, label in enumerate(chat.labels[stretch.first :])}
+    followed = zip(layout.starts, [place for place, _ in layout.starts[1:]] + [len(chat.text) + 1], strict=True)
+    starts = {place: label for (place, label), following in followed if following > place and start <= place <= stop}
+    narrowed = [(place, label) for place, label in layout.narrowed if start <= place <= stop]
+    marks = [(place - start, Mark(labels.get(label, label))) for place, label in starts.items()]
+    marks += [(place - start, Mark(labels.get(label, label), narrows=True)) for place, label in narrowed]
+    return sorted(marks, key=lambda mark: mark[0])
 
 
 def _kind(label: Label) -> tuple[str, str | None]:
     return label.kind.value, label.role
-
-
-def _gap_key(setting: tuple[object, ...], label: Label, following: Label | None) -> tuple[object, ...]:
-    return (setting, label.role, None if following is None else following.role)
-
-
-def _are_plain(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether every message is a role and a text without outer white space: templates may trim that."""
-    return all(
-        len(message) == 2 and message["content"] and message["content"].strip() == message["content"]
-        for message in messages
-    )

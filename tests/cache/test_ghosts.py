@@ -187,9 +187,24 @@ def test_only_the_latest_are_remembered() -> None:
 def test_scopes_that_were_purged_are_bounded_too() -> None:
     ghosts = Ghosts(2, 4)
     keys = [KEYS.key(Scope(ScopeLevel.SESSION, "a", "u", str(i))) for i in range(5000)]
-    ghosts.purged(keys)
+    for key in keys:
+        ghosts.purged(key)
     told = [ghosts.why(NOTHING, (1, 2, 3), key, [key], ROOT) for key in (keys[0], keys[-1])]
     assert told == [None, "purged"]
+
+
+def test_others_cannot_make_a_partition_forget() -> None:
+    """Of the shared part only so much is remembered; a partition has a memory of its own."""
+    partitions = {"a": 4}
+    pool = Pool(num_blocks=12, floors=lambda: partitions, partitions=lambda: partitions, ceiling=partitions.get)
+    pool.remember(text(12), scopes_of("a"))
+    pool.remember(text(12), scopes_of("b"))
+    pool.remember(text(16, 100), scopes_of("a"))
+    for seed in range(200, 220):
+        pool.remember(text(32, seed), scopes_of("c"))
+    assert why(pool, [*text(12), 99], scopes_of("a")) == "evicted"
+    assert why(pool, [*text(12), 99], scopes_of("b")) is None, "the shared part forgot it"
+    pool.check()
 
 
 TENANTS = ("a", "b")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from prefixkv.chat import regions
 from prefixkv.chat.recall import Past
 from prefixkv.chat.segmenter import Segmenter
 from prefixkv.chat.shapes import Shapes
@@ -36,6 +37,35 @@ def grown() -> list[tuple[list[dict[str, Any]], Any]]:
     return chats + list(CONVERSATIONS.values())
 
 
+ARGUMENTS = ({"id": "7"}, {"id": "find", "n": 3}, {}, {"q": "the name 7", "all": True, "x": None}, {"id": '\u00e9"<'})
+
+
+def with_calls() -> list[tuple[list[dict[str, Any]], Any]]:
+    """Chats that call tools: other names, arguments and ids, several calls at once, with and without text."""
+    chats: list[tuple[list[dict[str, Any]], Any]] = []
+    for shift, arguments in enumerate(ARGUMENTS * 2):
+        messages = [system("You sell shoes."), user(TEXTS[shift % len(TEXTS)])]
+        for turn in range(1 + shift % 2):
+            name, other = ("find", "cancel") if (shift + turn) % 3 else ("cancel", "find")
+            names = [name, other][: 1 + (shift + turn) % 4 // 3]
+            calls = [
+                {
+                    "id": f"call{shift}{turn}{n}xx",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+                for n, name in enumerate(names)
+            ]
+            text = (None, "", "Let me see.", " Let me\n")[(shift + turn) % 4]
+            messages = [*messages, {"role": "assistant", "content": text, "tool_calls": calls}]
+            for call in calls:
+                result = {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"]}
+                messages = [*messages, {**result, "content": ('{"state": "sent"}', "7", "padded\n")[shift % 3]}]
+            chats.append((messages, TOOLS))
+        chats.append(([*messages, assistant("Sent."), user("Thanks")], TOOLS))
+    return chats
+
+
 @pytest.mark.data
 @pytest.mark.parametrize(
     "template", [pytest.param(name, marks=[pytest.mark.slow] if i % 6 else []) for i, name in enumerate(TEMPLATES)]
@@ -44,6 +74,7 @@ def test_known_words_give_the_anchored_layout(template: str, data_dir: Path, mon
     tokenizer = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / "gpt-2")
     tokenizer.chat_template = (data_dir / "templates" / template).read_text(encoding="utf-8")
     segmenter, shapes = Segmenter(tokenizer), Shapes()
+    monkeypatch.setattr(regions, "_MOST_EXACT", 100)  # how many turns of a history are told apart is another matter
     taken = []
     lay_out = Shapes.lay_out
 
@@ -53,7 +84,7 @@ def test_known_words_give_the_anchored_layout(template: str, data_dir: Path, mon
         return layout
 
     monkeypatch.setattr(Shapes, "lay_out", counted)
-    for messages, tools in grown():
+    for messages, tools in [*grown(), *with_calls(), *with_calls()]:
         try:
             alone = segmenter.segment(messages, policy=POLICY, tools=tools)
         except InvalidRequest:
@@ -62,5 +93,5 @@ def test_known_words_give_the_anchored_layout(template: str, data_dir: Path, mon
         assert known.segments == alone.segments
         assert known.token_ids == alone.token_ids
         assert known.turn_start == alone.turn_start
-    if template in ("llama.cpp/Qwen-Qwen2.5-7B-Instruct.jinja", TEMPLATES[0]):
-        assert sum(taken) >= 5  # else this compares nothing
+    if template == "llama.cpp/Qwen-Qwen2.5-7B-Instruct.jinja":
+        assert sum(taken) >= 40  # else this compares nothing
