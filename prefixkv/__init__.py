@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prefixkv.engine.request import ChatRequest
     from prefixkv.engine.result import ChatResult, Choice, Delta, Publication, PurgeReceipt, Timings, Usage
     from prefixkv.measure.metrics import EngineStats, TenantStats
-    from prefixkv.policy import PolicySet, SlotPolicy, TenantPolicy
+    from prefixkv.policy import PolicySet, SlotPolicy, TenantPolicy, TTLPolicy
     from prefixkv.scope import Principal, ScopeLevel
 
 __version__ = "0.1.0"
@@ -53,6 +53,7 @@ __all__ = [
     "ScopeLevel",
     "SegmentReport",
     "SlotPolicy",
+    "TTLPolicy",
     "TenantPolicy",
     "TenantStats",
     "Timings",
@@ -69,7 +70,7 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would take every mi
         ("engine.request", "ChatRequest"),
         ("engine.result", "ChatResult Choice Delta Publication PurgeReceipt Timings Usage"),
         ("measure.metrics", "EngineStats TenantStats"),
-        ("policy", "PolicySet SlotPolicy TenantPolicy"),
+        ("policy", "PolicySet SlotPolicy TTLPolicy TenantPolicy"),
         ("scope", "Principal ScopeLevel"),
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from prefixkv.cache.audit import check_manager
 from prefixkv.cache.eviction import LRUEviction
 from prefixkv.cache.expiry import Expiry
-from prefixkv.cache.ghosts import Ghosts
+from prefixkv.cache.ghosts import GhostsByPart
 from prefixkv.cache.index import BlockIndex, Node
 from prefixkv.cache.keys import ScopeKey, ScopeKeys
 from prefixkv.cache.pool import BlockPool
@@ -66,7 +66,7 @@ class KVCacheManager:
         self.shares = Shares(self.pool, self.idle, weight=weight, ceiling=ceiling, floors=floors, partitions=partitions)
         self.expiry = Expiry(lifetime, clock)
         self.keys = keys
-        self.ghosts = Ghosts(4 * num_blocks, block_size)
+        self.ghosts = GhostsByPart(num_blocks, block_size, partitions)
         self.num_evicted = 0
         self.pins: dict[int, tuple[Node, ...]] = {}
         self.sequences: dict[int, SequenceBlocks] = {}
@@ -103,7 +103,7 @@ class KVCacheManager:
     def why_missing(self, token_ids: Sequence[int], scopes: ScopeMap, match: PrefixMatch) -> str | None:
         """Return ``evicted`` or ``purged`` if a match ends because rows of its principal's own are gone, else None."""
         next_key = self.keys.key(scopes.scope_at(min(match.num_tokens, len(token_ids) - 1)))
-        return self.ghosts.why(match, token_ids, next_key, self._reach(scopes), self.index.root)
+        return self.ghosts.why(match, token_ids, next_key, self._reach(scopes), self.index.root, scopes.tenant)
 
     def shareable_prefix(self, seq_id: int, scopes: ScopeMap) -> int:
         """Return how many leading positions of an open sequence a reader with ``scopes`` will be able to reuse."""
@@ -255,7 +255,8 @@ class KVCacheManager:
         self.keys.bump(tenant, user, session)
         retire(self, doomed)  # descendants are never wider than their parents, so whole subtrees are doomed
         self.expiry.drop_gone()
-        self.ghosts.purged(map(self.keys.key, set(doomed.values())))
+        for scope in dict.fromkeys(doomed.values()):
+            self.ghosts.of(scope.tenant).purged(self.keys.key(scope))
         return len(doomed), sum(len(node.tokens) for node in doomed)
 
     # -- the rest --------------------------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ class KVCacheManager:
 
     def _insert(self, scope: Scope, parent: Node, tokens: tuple[int, ...], block_id: int) -> Node:
         key = self.keys.key(scope)
-        self.ghosts.stored(key)
+        self.ghosts.of(scope.tenant).stored(key)
         node = self.index.insert(scope, key, parent, tokens, block_id)
         self.expiry.added(node)
         return node

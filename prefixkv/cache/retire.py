@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prefixkv.cache.index import Node
@@ -12,7 +12,7 @@ from prefixkv.scope import Scope
 if TYPE_CHECKING:
     from prefixkv.cache.manager import KVCacheManager
 
-__all__ = ["demote_scope", "destroy_scope", "discard", "evict", "expire", "retire", "shrink"]
+__all__ = ["demote_scope", "destroy_scopes", "discard", "evict", "expire", "retire", "shrink"]
 
 
 def expire(manager: KVCacheManager) -> int:
@@ -25,7 +25,8 @@ def expire(manager: KVCacheManager) -> int:
         return 0
     pinned = manager.pinned_nodes()
     doomed = [node for node in due if node not in pinned]
-    manager.ghosts.expired(doomed)
+    for node in doomed:
+        manager.ghosts.of(node.tenant).expired(node)
     return len(retire(manager, doomed))
 
 
@@ -46,19 +47,20 @@ def discard(manager: KVCacheManager, token_ids: Sequence[int], scopes: ScopeMap)
             manager.destroy(node)
 
 
-def destroy_scope(manager: KVCacheManager, scope: Scope, keep: Iterable[int] = ()) -> int:
-    """Destroy all blocks of exactly one scope, and what stands on them; return how many.
+def destroy_scopes(manager: KVCacheManager, is_meant: Callable[[Scope], bool], keep: Iterable[int] = ()) -> int:
+    """Destroy all blocks of the scopes that are meant, and what stands on them; return how many.
 
     What is pinned stays, and what the sequences ``keep`` have; what others still use goes when they end.
     """
     kept = manager.pinned_nodes()
     for blocks in map(manager.sequences.__getitem__, keep):
         kept.update(blocks.nodes, [blocks.tail] if blocks.tail else ())
-    nodes = [node for node in manager.index if node.scope == scope and node not in kept]
-    keys = {node.scope_key for node in nodes}
+    nodes = [node for node in manager.index if node.scope and is_meant(node.scope) and node not in kept]
+    gone = {node.scope_key: node.tenant for node in nodes}
     retired = retire(manager, nodes)
     manager.expiry.drop_gone()
-    manager.ghosts.purged(keys)
+    for key, tenant in gone.items():
+        manager.ghosts.of(tenant).purged(key)
     return len(retired)
 
 
@@ -75,9 +77,9 @@ def evict(manager: KVCacheManager, tenant: str | None) -> list[str | None]:
         return []
     doomed = sorted(_with_descendants(node), key=lambda node: -node.depth) if behind else [node]
     for gone in doomed:
-        manager.ghosts.evicted(gone)
+        manager.ghosts.of(gone.tenant).evicted(gone)
         manager.destroy(gone)
-    return [gone.scope.tenant if gone.scope else None for gone in doomed]
+    return [gone.tenant for gone in doomed]
 
 
 def shrink(manager: KVCacheManager) -> bool:

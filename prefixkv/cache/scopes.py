@@ -68,12 +68,11 @@ class ScopeMap:
         own = Scope(ScopeLevel.TENANT, tenant)
         return cls((0,), (own,), (public, own), tenant)
 
-    def narrowed(self, level: ScopeLevel) -> ScopeMap:
-        """Return the same map with nothing in it wider than ``level``, which must be one of the map's reach."""
-        floor = next(scope for scope in self.reach if scope.level is level)
+    def narrowed(self, widest: Scope) -> ScopeMap:
+        """Return the same map with nothing in it wider than a scope of the same principal."""
         spans: dict[Scope, int] = {}
         for start, scope in zip(self.starts, self.scopes, strict=True):
-            spans.setdefault(scope if scope.level >= level else floor, start)
+            spans.setdefault(max(scope, widest, key=lambda scope: scope.level), start)
         return ScopeMap(tuple(spans.values()), tuple(spans), self.reach, self.tenant)
 
     def scope_at(self, position: int) -> Scope:

@@ -292,16 +292,19 @@ class Recall:
                 for by_tenant in (self._lost, self._shapes):
                     for name in [name for name in by_tenant if tenant in (None, name)]:
                         del by_tenant[name]
-            self._forgot(lambda scope: scope.is_within(tenant, user, session))
-            self._prompts.drop(self._forgets[-1])
-            self._notes.drop(self._forgets[-1])
+        self.forget_scopes(lambda scope: scope.is_within(tenant, user, session))
 
-    def forget_scope(self, scope: Scope) -> None:
-        """Forget what one scope sent."""
+    def forget_scopes(self, is_meant: Callable[[Scope], bool]) -> None:
+        """Forget what the scopes that are meant sent. It must say the same of a scope whenever it is asked."""
         with self._lock:
-            self._forgot(lambda other: other == scope)
-            self._prompts.take(scope)
-            self._notes.take(scope)
+            self._forgot(is_meant)
+            self._prompts.drop(is_meant)
+            self._notes.drop(is_meant)
+
+    def tenants(self) -> set[str]:
+        """Return the tenants of whom something is remembered."""
+        with self._lock:
+            return {tenant for tenant in (*self._prompts.tenants(), *self._notes.tenants()) if tenant is not None}
 
     def sweep(self, *, at_once: bool = False) -> None:
         """Forget what is past its time; unless ``at_once``, only when something may be."""

@@ -114,6 +114,10 @@ class Shelves(Generic[T]):
         for scope in [scope for shelf in self._tenants.values() for scope in shelf if is_meant(scope)]:
             self.take(scope)
 
+    def tenants(self) -> list[str | None]:
+        """Return the tenants whose values are kept."""
+        return list(self._tenants)
+
     def sweep(self, *, at_once: bool = False) -> None:
         """Remove what is past its time; unless ``at_once``, only when something may be."""
         now = self._clock()

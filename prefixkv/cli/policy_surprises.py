@@ -22,7 +22,7 @@ def surprises(policies: PolicySet, pool: PoolSize) -> Iterator[str]:
     if not policies.tenants and policies.default is None:
         yield "no tenant is named and there is no default: every request is refused"
     for path, policy in named(policies):
-        for find in (_of_room, _of_isolation, _of_scopes, _of_time, _of_limits):
+        for find in (_of_room, _of_isolation, _of_scopes, _of_examples, _of_time, _of_limits):
             yield from (f"{path}.{line}" for line in find(policy, pool))
         for name, slot in policy.slots.items():
             yield from (f"{path}.slots.{shown(name)}: {line}" for line in _of_slot(slot, policy))
@@ -84,6 +84,16 @@ def _of_slot(slot: SlotPolicy, policy: TenantPolicy) -> Iterator[str]:
         yield f"unit has no effect on {slot.placement}; only coarsen rounds"
     if slot.placement != "tail" and slot.phrase is not None:
         yield f"phrase has no effect on {slot.placement}; only tail leaves one"
+
+
+def _of_examples(policy: TenantPolicy, pool: PoolSize) -> Iterator[str]:
+    count = policy.few_shot_messages
+    if count and policy.scope_level("few_shot") <= ScopeLevel.TENANT:
+        yield (
+            f"few_shot_messages: the {count} messages behind the system text count as examples, whoever wrote them, "
+            "and all users of the tenant share them; where a conversation begins without examples, those are a "
+            "user's words"
+        )
 
 
 def _of_time(policy: TenantPolicy, pool: PoolSize) -> Iterator[str]:

@@ -58,8 +58,8 @@ class RequestBuilder:
         self._policies = policies
         self._ids = itertools.count()
 
-    def chat_prompt(self, item: ChatRequest) -> tuple[Prompt, ScopeMap]:
-        """Render and tokenise messages, and say whose each token is. Remembers nothing."""
+    def chat_prompt(self, item: ChatRequest) -> tuple[Prompt, ScopeMap, TenantPolicy]:
+        """Render and tokenise messages, and say whose each token is, by which rules. Remembers nothing."""
         policy = self._policy(item.principal)
         prompt = self._segmenter.segment(
             item.messages,
@@ -72,7 +72,7 @@ class RequestBuilder:
             past=self._recall.past(item.principal),
             limit=self._max_context - 1,
         )
-        return self._scoped(prompt, item.principal)
+        return prompt, _scopes(prompt, item.principal), policy
 
     def chat(self, item: ChatRequest, sink: Callable[[Event], None], *, streams: bool, path: str = "") -> LiveRequest:
         """Build the request of a chat; ``path`` goes before the path in an error."""
@@ -80,9 +80,9 @@ class RequestBuilder:
             if not isinstance(item, ChatRequest):
                 raise InvalidRequest("bad_request", "", "must be a ChatRequest")
             while True:
-                prompt, scopes = self.chat_prompt(item)
+                prompt, scopes, policy = self.chat_prompt(item)
                 request = self._request(
-                    prompt, scopes, item.principal, item.sampling, item.timeout_s, sink, streams=streams
+                    prompt, scopes, policy, item.principal, item.sampling, item.timeout_s, sink, streams=streams
                 )
                 if prompt.origin is None:
                     return request
@@ -105,9 +105,9 @@ class RequestBuilder:
     ) -> LiveRequest:
         """Build the request of a completion of raw text, or of token ids."""
         policy = self._policy(principal)
-        made = self._segmenter.segment_text(text, policy=policy, limit=self._max_context - 1)
-        prompt, scopes = self._scoped(made, principal)
-        return self._request(prompt, scopes, principal, sampling, timeout_s, sink, streams=False)
+        prompt = self._segmenter.segment_text(text, policy=policy, limit=self._max_context - 1)
+        scopes = _scopes(prompt, principal)
+        return self._request(prompt, scopes, policy, principal, sampling, timeout_s, sink, streams=False)
 
     def publication(
         self, content: Messages | str, tools: Tools | None, tenant: str | None, sink: Callable[[Event], None]
@@ -132,6 +132,7 @@ class RequestBuilder:
         self,
         prompt: Prompt,
         scopes: ScopeMap,
+        policy: TenantPolicy,
         principal: Principal,
         sampling: SamplingParams | None,
         timeout_s: float | None,
@@ -146,7 +147,7 @@ class RequestBuilder:
         check_sampling(sampling, self._loaded.vocab_size)
         eos = frozenset() if sampling.ignore_eos else self._loaded.eos_token_ids
         stop_ids = eos.union(sampling.stop_token_ids)
-        request = LiveRequest(principal, prompt, sampling, sink, streams, stop_ids, _deadline(timeout_s))
+        request = LiveRequest(principal, prompt, sampling, sink, streams, stop_ids, _deadline(timeout_s), policy=policy)
         length = len(prompt.token_ids)
         # Without max_tokens the reply may fill the context; the engine shortens it to the room there is.
         total = self._max_context if sampling.max_tokens is None else length + sampling.max_tokens
@@ -175,9 +176,9 @@ class RequestBuilder:
             raise InvalidRequest("missing_principal", "principal", "say who asks: Principal(tenant, user, session)")
         return self._policies().get(principal.tenant)
 
-    def _scoped(self, prompt: Prompt, principal: Principal) -> tuple[Prompt, ScopeMap]:
-        spans = ((segment.start, segment.scope) for segment in prompt.segments)
-        return prompt, ScopeMap.for_principal(principal, spans)
+
+def _scopes(prompt: Prompt, principal: Principal) -> ScopeMap:
+    return ScopeMap.for_principal(principal, ((segment.start, segment.scope) for segment in prompt.segments))
 
 
 def _deadline(timeout_s: float | None) -> float | None:

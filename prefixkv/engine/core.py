@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
 
 from prefixkv.cache.keys import ScopeKeys
 from prefixkv.cache.manager import KVCacheManager
-from prefixkv.cache.retire import demote_scope, destroy_scope, discard, expire, shrink
+from prefixkv.cache.retire import demote_scope, destroy_scopes, discard, expire, shrink
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.cache.table import CopyRows
 from prefixkv.chat.explain import CacheReport, build_report
@@ -20,7 +21,7 @@ from prefixkv.chat.segment import Prompt
 from prefixkv.config import EngineConfig
 from prefixkv.engine.limits import Limits, PoliciesInForce, TenantLimits
 from prefixkv.engine.live import LiveRequest, Reply
-from prefixkv.engine.registered import narrow, unshare
+from prefixkv.engine.narrowing import narrow, unshare
 from prefixkv.engine.result import Publication, PurgeReceipt
 from prefixkv.engine.snapshot import engine_stats, tenant_stats
 from prefixkv.errors import ContextOverflow, ExecutionError, IntegrityError, QueueFull, QuotaExceeded
@@ -71,7 +72,7 @@ class EngineCore:
         self._debug = debug
         self._live: dict[ScheduledSequence, tuple[LiveRequest, Reply]] = {}
         self._publications: dict[str, int] = {}
-        self._next_publication = 1
+        self._num_published: Counter[str | None] = Counter()
 
     @classmethod
     def assemble(
@@ -123,9 +124,9 @@ class EngineCore:
         except (QueueFull, QuotaExceeded, ContextOverflow) as error:
             request.sink(error)
             return
+        if request.tenant is not None:
+            narrow(self.manager, request, self._policies.of(request.tenant))  # it may have been made before a reload
         for reply in request.replies:
-            if request.tenant is not None and self._policies.of(request.tenant).tenant_scope == "registered":
-                narrow(self.manager, request, reply)  # it may have been written before a reload
             self._live[reply.seq] = (request, reply)
             self.scheduler.add(reply.seq)
 
@@ -283,7 +284,9 @@ class EngineCore:
         seq = reply.seq
         pin = self.manager.pin(seq.token_ids, seq.scopes)
         self._release(reply)
-        handle, self._next_publication = f"pub-{self._next_publication}", self._next_publication + 1
+        # Counted by tenant: a number that all share would tell how much others publish.
+        self._num_published[seq.tenant] += 1
+        handle = f"pub-{self._num_published[seq.tenant]}" + ("" if seq.tenant is None else f"@{seq.tenant}")
         self._publications[handle] = pin
         blocks = len(self.manager.pins[pin])
         request.sink(Publication(handle, len(seq.token_ids), blocks, blocks * self.runner.spec.bytes_per_block))
@@ -313,12 +316,12 @@ class EngineCore:
         Under zero retention they are destroyed, and what of the session still runs is aborted.
         """
         scope = Scope.of(principal, ScopeLevel.SESSION)
-        self.recall.forget_scope(scope)
+        self.recall.forget_scopes(lambda other: other == scope)
         if not self._policies.of(principal.tenant).zero_retention:
             return demote_scope(self.manager, scope)
         for request in dict.fromkeys(r for r, _ in self._live.values() if r.principal == principal):
             self.abort(request)
-        blocks = destroy_scope(self.manager, scope)
+        blocks = destroy_scopes(self.manager, lambda other: other == scope)
         self._run_ops()
         return blocks
 
@@ -340,12 +343,11 @@ class EngineCore:
             PolicyError: If they do not fit the pool; the former ones stay.
         """
         _check_fits(policies, self.runner)
-        tenants = {*self.manager.pool.owned_blocks, *(seq.tenant for seq in self._live)} - {None}
-        former = {tenant: self._policies.of(tenant).tenant_scope for tenant in tenants if tenant is not None}
-        self._policies.replace(policies)
-        for tenant, scope in former.items():
-            if scope != self._policies.of(tenant).tenant_scope == "registered":
-                unshare(self.manager, self.recall, tenant, self._live.values())
+        served = {*self.manager.pool.owned_blocks, *(seq.tenant for seq in self._live), *self.recall.tenants()}
+        former = {tenant: self._policies.of(tenant) for tenant in served if tenant is not None}
+        self._policies.replace(policies, former)
+        for tenant, rules in former.items():
+            unshare(self.manager, self.recall, tenant, rules, self._policies.of(tenant), self._live.values())
         shrink(self.manager)
         self._run_ops()
         self.manager.expiry.rebuild(self.manager.index)

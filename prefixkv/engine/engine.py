@@ -240,7 +240,7 @@ class Engine:
         item = ChatRequest(
             messages, principal, tools, slots, None, template_kwargs, None, few_shot, continue_final_message
         )
-        prompt, scopes = self.builder.chat_prompt(item)
+        prompt, scopes, _ = self.builder.chat_prompt(item)
         return self._thread.call(lambda: self._core.explain(prompt, scopes, principal))
 
     def publish(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from prefixkv.cache.manager import KVCacheManager
@@ -32,10 +32,11 @@ class PoliciesInForce:
         """Return the policies that count now."""
         return self.current
 
-    def replace(self, policies: PolicySet) -> None:
-        """Put others in force. Who is no longer served keeps its former rules while its blocks last."""
+    def replace(self, policies: PolicySet, known: Container[str]) -> None:
+        """Put others in force. Who of the ``known`` tenants is no longer served keeps its former rules."""
         former, self.current = self.current, policies
-        self._departed |= former.tenants
+        departed = self._departed | former.tenants
+        self._departed = {name: rules for name, rules in departed.items() if name in known}
         self._former_default = former.default or self._former_default
 
     def of(self, tenant: str) -> TenantPolicy:

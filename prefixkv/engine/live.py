@@ -14,6 +14,7 @@ from prefixkv.config import SamplingParams
 from prefixkv.engine.detokenize import Detokenizer
 from prefixkv.engine.result import ChatResult, Choice, Delta, FinishReason, Publication, Timings, Usage
 from prefixkv.model.sampler import SampledToken, SamplerState
+from prefixkv.policy import TenantPolicy
 from prefixkv.scheduler.request import Sequence
 from prefixkv.scope import Principal
 
@@ -49,6 +50,7 @@ class LiveRequest:
         stop_ids: Ids that end a reply.
         deadline_s: Monotonic time at which it is aborted, or None.
         recall: Where its replies are remembered; None for raw text.
+        policy: The rules that it was made under; None for publications.
     """
 
     principal: Principal | None
@@ -62,6 +64,7 @@ class LiveRequest:
     replies: list[Reply] = field(default_factory=list)
     pin: bool = False
     recall: Recall | None = None
+    policy: TenantPolicy | None = None
     scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None

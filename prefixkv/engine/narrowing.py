@@ -1,34 +1,57 @@
-"""What happens to text that users shared when a reload says that only registered text is shared."""
+"""What happens to text that a reload says is shared with fewer than it was."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from prefixkv.cache.manager import KVCacheManager
-from prefixkv.cache.retire import destroy_scope
+from prefixkv.cache.retire import destroy_scopes
 from prefixkv.chat.recall import Recall
 from prefixkv.engine.live import LiveRequest, Reply
+from prefixkv.policy import TenantPolicy
 from prefixkv.scope import Scope, ScopeLevel
 
 __all__ = ["narrow", "unshare"]
 
+Live = Collection[tuple[LiveRequest, Reply]]
 
-def unshare(manager: KVCacheManager, recall: Recall, tenant: str, live: Collection[tuple[LiveRequest, Reply]]) -> None:
-    """Destroy what a tenant's users share but for what is published, and let what is live share no more of it."""
-    scope = Scope(ScopeLevel.TENANT, tenant)
-    recall.forget_scope(scope)
+
+def unshare(
+    manager: KVCacheManager, recall: Recall, tenant: str, former: TenantPolicy, now: TenantPolicy, live: Live
+) -> None:
+    """Destroy what a tenant stored as wide as it may no longer be, and let what is live share no more of it.
+
+    What else was stored as wide cannot be told apart and goes too, but for what is published.
+    """
+    levels = now.narrowed_since(former)
+    if levels is None:
+        return
+    widest, narrowest = levels
+
+    def is_meant(scope: Scope) -> bool:
+        return scope.tenant == tenant and widest <= scope.level < narrowest
+
+    recall.forget_scopes(is_meant)
     for request, reply in live:
         if request.tenant == tenant:
-            narrow(manager, request, reply)
+            _narrow(manager, request, reply, narrowest)
     publishing = [reply.seq.seq_id for _, reply in live if not reply.seq.generates]
-    destroy_scope(manager, scope, keep=[seq_id for seq_id in publishing if seq_id in manager.sequences])
+    destroy_scopes(manager, is_meant, keep=[seq_id for seq_id in publishing if seq_id in manager.sequences])
 
 
-def narrow(manager: KVCacheManager, request: LiveRequest, reply: Reply) -> None:
-    """Share what a user's request writes with nobody but the user; a publication is left alone."""
-    seq = reply.seq
+def narrow(manager: KVCacheManager, request: LiveRequest, now: TenantPolicy) -> None:
+    """Let a request share no more than the rules allow now, if it was made under others."""
+    levels = None if request.policy is None or request.policy is now else now.narrowed_since(request.policy)
+    if levels is not None:
+        for reply in request.replies:
+            _narrow(manager, request, reply, levels[1])
+
+
+def _narrow(manager: KVCacheManager, request: LiveRequest, reply: Reply, level: ScopeLevel) -> None:
+    """Store what a user's request writes no wider than ``level``; a publication is left alone."""
     if request.principal is None:
         return
-    seq.scopes = seq.scopes.narrowed(ScopeLevel.USER)
+    seq = reply.seq
+    seq.scopes = seq.scopes.narrowed(Scope.of(request.principal, level))
     if seq.seq_id in manager.sequences:
         manager.sequences[seq.seq_id].scopes = seq.scopes

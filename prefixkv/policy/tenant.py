@@ -144,6 +144,19 @@ class TenantPolicy(PolicyModel):
         level = self._writable(policy.scope)
         return policy if level is policy.scope else policy.model_copy(update={"scope": level})
 
+    def narrowed_since(self, former: TenantPolicy) -> tuple[ScopeLevel, ScopeLevel] | None:
+        """Compare with former rules what is shared with fewer now.
+
+        Returns:
+            The widest scope that such text had and the narrowest that it has, or None if there is none.
+        """
+        levels = [(former.scope_level(kind), self.scope_level(kind)) for kind in DEFAULT_SCOPES]
+        levels += [(former.slot(name).scope, self.slot(name).scope) for name in {**former.slots, **self.slots}]
+        if self.few_shot_messages < former.few_shot_messages:  # what were examples are turns of a history
+            levels.append((former.scope_level("few_shot"), self.scope_level("history")))
+        narrowed = [(before, after) for before, after in levels if after > before]
+        return (min(before for before, _ in narrowed), max(after for _, after in narrowed)) if narrowed else None
+
     def _writable(self, level: ScopeLevel) -> ScopeLevel:
         """Return how far requests may share it: what is registered is written by publish alone."""
         return max(level, ScopeLevel.USER) if self.tenant_scope == "registered" else level

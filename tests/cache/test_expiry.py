@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefixkv.cache.index import Node
-from prefixkv.cache.retire import destroy_scope, expire
+from prefixkv.cache.retire import destroy_scopes, expire
 from prefixkv.lifetime import Lifetime
 from prefixkv.scope import Scope, ScopeLevel
 from tests.cache.fakes import CHAT, SESSION, TENANT, Pool, scopes_of, text
@@ -132,7 +132,7 @@ def test_a_scope_is_destroyed_alone(is_open: bool) -> None:
     seq_id = pool.start(text(16), CHATS) if is_open else pool.remember(text(16), CHATS)
     if is_open:
         pool.close(seq_id, text(16), 16)
-    assert destroy_scope(pool.manager, Scope(SESSION, "a", "u", "s")) == 3
+    assert destroy_scopes(pool.manager, Scope(SESSION, "a", "u", "s").__eq__) == 3
     pool.carry_out()
     pool.check()
     assert pool.num_cached(text(16), CHATS) == 6
@@ -158,7 +158,7 @@ def test_what_is_destroyed_on_demand_leaves_no_tokens_behind(how: str) -> None:
     if how == "purge":
         pool.manager.purge("a", None, None)
     else:
-        destroy_scope(pool.manager, Scope(SESSION, "a", "u", "s"))
+        destroy_scopes(pool.manager, Scope(SESSION, "a", "u", "s").__eq__)
     gc.collect()
     nodes = [thing for thing in gc.get_objects() if type(thing) is Node and thing.tokens in gone]
     assert [node for node in nodes if node.scope and node.scope.tenant == "a"] == []

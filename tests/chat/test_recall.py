@@ -153,7 +153,7 @@ class Remembering(RuleBasedStateMachine):
 
     @rule(who=st.sampled_from(PRINCIPALS), level=st.sampled_from(STORED))
     def end_session(self, who: Principal, level: ScopeLevel) -> None:
-        self.recall.forget_scope(Scope.of(who, level))
+        self.recall.forget_scopes(Scope.of(who, level).__eq__)
         self._drop([Scope.of(who, level)])
 
     def _drop(self, scopes: Sequence[Scope]) -> None:
@@ -275,7 +275,7 @@ def test_the_load_of_one_tenant_takes_nothing_from_another(load: list[tuple[int,
         other = Principal("busy", "ann", str(session))
         recall.remember(other, sent_of(("x" * length, SESSION)), {b"%d" % i: LateNote("n" * length, "now")})
         if ends:
-            recall.forget_scope(Scope.of(other, SESSION))
+            recall.forget_scopes(Scope.of(other, SESSION).__eq__)
     assert recall.past(ANN) == before
 
 
@@ -337,9 +337,9 @@ FORGETS = {
     "all": (lambda recall: recall.forget(None, None, None), True),
     "the tenant": (lambda recall: recall.forget("acme", None, None), True),
     "the session": (lambda recall: recall.forget("acme", "ann", "1"), True),
-    "the session ends": (lambda recall: recall.forget_scope(Scope.of(ANN, SESSION)), True),
+    "the session ends": (lambda recall: recall.forget_scopes(Scope.of(ANN, SESSION).__eq__), True),
     "another session": (lambda recall: recall.forget("acme", "ann", "2"), False),
-    "another session ends": (lambda recall: recall.forget_scope(Scope.of(BOB, SESSION)), False),
+    "another session ends": (lambda recall: recall.forget_scopes(Scope.of(BOB, SESSION).__eq__), False),
     "another tenant": (lambda recall: recall.forget("other", None, None), False),
 }
 
@@ -365,7 +365,7 @@ def test_of_what_was_made_long_ago_nobody_knows_any_more_whether_it_was_purged()
     recall = Recall()
     past = recall.past(ANN)
     for i in range(2000):
-        recall.forget_scope(Scope.of(Principal("other", "x", str(i)), SESSION))
+        recall.forget_scopes(Scope.of(Principal("other", "x", str(i)), SESSION).__eq__)
     assert not recall.remember(ANN, sent_of(("hi", SESSION)), {}, past)
 
 
@@ -411,7 +411,7 @@ def test_threads_may_remember_and_forget_at_once() -> None:
                 if i % 50 == 0:
                     recall.forget("acme", name, None)
                 elif i % 70 == 0:
-                    recall.forget_scope(Scope.of(who, SESSION))
+                    recall.forget_scopes(Scope.of(who, SESSION).__eq__)
         except Exception as error:
             faults.append(error)
 

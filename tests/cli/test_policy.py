@@ -23,7 +23,7 @@ tenants:
     max_running_requests: 8
     max_queued_requests: 100
     tokens_per_minute: 60000
-    scopes: {history: user, tools: tenant}
+    scopes: {few_shot: user, history: user, tools: tenant}
     slots: {now: {placement: coarsen, unit: day, scope: tenant}, nick: {placement: tail}}
     ttl: {session: {idle: 90s, absolute: 36h}}
     few_shot_messages: 4
@@ -87,7 +87,7 @@ def test_the_rest_is_told_in_words(file: Path, capsys: pytest.CaptureFixture[str
     assert section(out, "acme") == [
         "kept tenant, user: until it is evicted; session: gone 1.5 min after the last use and 1.5 d after it was "
         "computed",
-        "shared history: user instead of session",
+        "shared few_shot: user instead of tenant; history: user instead of session",
         "slot now: its times are rounded down to the day (coarsen); scope tenant",
         "slot nick: goes to the end, before the last user turn (tail); scope session",
         "limits prompts of 4000 tokens, 8 requests run, 100 wait, 60000 tokens a minute",
@@ -218,6 +218,7 @@ SURPRISES = [
     ("default: {scopes: {history: tenant}}", "default.scopes.history: all users of the tenant share it"),
     ("default: {scopes: {system: user, tools: tenant}}", "default.scopes.tools: tenant has no effect behind system"),
     ("default: {scopes: {few_shot: session, history: user}}", "default.scopes.history: user has no effect behind few_"),
+    ("default: {few_shot_messages: 2}", "default.few_shot_messages: the 2 messages behind the system text count as"),
     ("default: {slots: {now: {placement: coarsen}}}", "default.slots.now: is rounded and still private: each session"),
     (
         "default: {slots: {a b: {placement: coarsen, scope: request}}}",

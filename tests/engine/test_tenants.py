@@ -281,6 +281,59 @@ def test_what_users_planted_before_text_had_to_be_registered_is_shared_no_more(m
     engine.check()
 
 
+SHARED = {"scopes": {"history": "tenant", "user": "tenant", "generation_prompt": "tenant"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"scopes": {"system": "user"}}),
+        ({}, {"scopes": {"system": "request"}}),
+        ({"scopes": {"user": "user"}}, {}),
+        ({"few_shot_messages": 2}, {}),
+        ({"slots": {"x": {"scope": "tenant"}}}, {"slots": {"x": {"scope": "session"}}}),
+        ({"slots": {"x": {"scope": "tenant"}}}, {}),
+        (SHARED, {}),
+        (SHARED, {"scopes": {"history": "tenant", "user": "user"}}),
+        (SHARED, {"tenant_scope": "registered"}),
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "while it runs"])
+def test_a_reload_that_narrows_what_is_shared_leaves_nothing_of_it_to_others(
+    make_engine: Any, before: dict[str, Any], after: dict[str, Any], when: str
+) -> None:
+    """To users of the tenant, and to other sessions of the same user, it is as if nobody had asked before."""
+    system = {"role": "system", "content": "You sell shoes. {{slot:x}} Be kind."}
+    chat = [system, *CHAT[1:], {"role": "assistant", "content": "Hello to you."}, {"role": "user", "content": "Boots?"}]
+    another = Principal(ANN.tenant, ANN.user, "another session")
+    engine, fresh = make_engine(policies={"default": before}), make_engine(policies={"default": after})
+    slots = {"x": "The shop is open."}
+    if when == "before":
+        engine.chat(chat, principal=ANN, slots=slots, sampling=SHORT)
+        assert any(engine.explain(chat, principal=who, slots=slots).cached_tokens for who in (BEN, another))
+        engine.reload_policies({"default": after})
+    else:
+        with engine.stream(chat, principal=ANN, slots=slots, sampling=ENDLESS) as stream:
+            next(iter(stream))
+            engine.reload_policies({"default": after})
+            next(iter(stream))
+    fresh.chat(chat, principal=ANN, slots=slots, sampling=SHORT)
+    for who in (BEN, another):
+        assert (
+            engine.explain(chat, principal=who, slots=slots).cached_tokens
+            <= fresh.explain(chat, principal=who, slots=slots).cached_tokens
+        )
+    engine.check()
+
+
+def test_a_reload_that_shares_as_before_destroys_nothing(make_engine: Any) -> None:
+    engine = make_engine()
+    engine.chat(CHAT, principal=ANN, sampling=SHORT)
+    kept = engine.stats().blocks_idle
+    engine.reload_policies({"default": {"weight": 2, "scopes": {"user": "tenant"}, "few_shot_messages": 1}})
+    assert engine.stats().blocks_idle == kept > 0
+
+
 def test_what_users_are_planting_while_text_becomes_registered_is_not_shared(make_engine: Any) -> None:
     """One runs, one waits, and the backend is publishing."""
     engine = make_engine(scheduler=SchedulerConfig(max_num_seqs=2, max_prefill_tokens=16))
