@@ -7,8 +7,9 @@ a caller who may share the victim's text, must be seen at once, else the measure
 
 In each pair the attacker sends the victim's prompt, or the first part of it followed by other words, and a prompt of
 the same length that nobody sent, in random order; before each of them the victim sends a prompt of its own. Attackers:
-another tenant; another user of the victim's tenant; another session of the same user. Differences are paired, since
-times drift; tests are one-sided Wilcoxon signed-rank tests with Holm's correction.
+another tenant; another user of the victim's tenant; another session of the same user. All texts have the same number
+of tokens: how long others' prompts are is not what is asked. Differences are paired, since times drift; tests are
+one-sided Wilcoxon signed-rank tests with Holm's correction.
 
 Source: the audits of prompt caches by Gu et al. (arXiv 2502.07776); pairing, the equivalence bound and the control are
 ours.
@@ -25,12 +26,14 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 from chat_load import prose
 from prefix_reuse import RESULTS, describe_machine
 
 from prefixkv import CacheConfig, Engine, EngineConfig, Principal, SamplingParams
+from prefixkv.model.load import load_tokenizer
 
 VICTIM = Principal("victim", user="ann", session="1")
 PROBERS = {
@@ -41,6 +44,22 @@ PROBERS = {
 }
 ALPHA = 1e-3
 RESAMPLES = 4000
+
+
+class Texts:
+    """Random texts of one number of tokens: all words are equally long in tokens."""
+
+    def __init__(self, words: int, rng: random.Random) -> None:
+        tokenizer = load_tokenizer("demo")
+        lengths = {word: len(tokenizer.encode(f" {word}")) for word in prose(5000, random.Random(0)).split()}
+        usual = Counter(lengths.values()).most_common(1)[0][0]
+        self._known = sorted(word for word, length in lengths.items() if length == usual)
+        self._words, self._rng = words, rng
+
+    def new(self, beginning: str = "", share: float = 0.0) -> str:
+        """Return a text that nobody sent, but for a share of another one that it begins with."""
+        kept = beginning.split()[1 : 1 + round(share * self._words)]
+        return " ".join(["Text:", *kept, *self._rng.choices(self._known, k=self._words - len(kept))])
 
 
 def first_token_ms(engine: Engine, text: str, who: Principal) -> float:
@@ -90,19 +109,18 @@ def interval(differences: list[float], rng: random.Random, level: float = 0.99) 
 def measure(engine: Engine, options: argparse.Namespace, rng: random.Random) -> dict[tuple[str, float], list[float]]:
     """Return the paired differences, a guessed prompt's time less an unknown one's, of each prober and share."""
     found: dict[tuple[str, float], list[float]] = {(name, share): [] for name in PROBERS for share in options.shares}
-    cases = list(found)
+    cases, texts = list(found), Texts(options.words, rng)
     for pair in range(options.pairs):
         rng.shuffle(cases)
         for name, share in cases:
             difference = 0.0
             for sign in rng.sample((1, -1), 2):
-                secret = prose(options.words, rng)
+                secret = texts.new()
                 first_token_ms(engine, secret, VICTIM)
-                known = secret.split()[: round(share * options.words)] if sign > 0 else []
-                probe = " ".join([*known, *prose(options.words - len(known), rng).split()])
+                probe = texts.new(secret, share) if sign > 0 else texts.new()
                 difference += sign * first_token_ms(engine, probe, PROBERS[name])
             found[name, share].append(difference)
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() or (pair + 1) % 100 == 0:
             print(f"\r{pair + 1} of {options.pairs} pairs", end="", file=sys.stderr, flush=True)
     return found
 
@@ -110,11 +128,12 @@ def measure(engine: Engine, options: argparse.Namespace, rng: random.Random) -> 
 def block_ms(engine: Engine, options: argparse.Namespace, rng: random.Random) -> float:
     """Return how long one more block of a prompt takes: the difference of a long and a half prompt, by block."""
     times: dict[int, list[float]] = {options.words: [], options.words // 2: []}
+    texts = {count: Texts(count, rng) for count in times}
     tokens: dict[int, int] = {}
     for number in range(30):
         for count, own in times.items():
             who = Principal("ruler", session=f"{number}-{count}")
-            text = prose(count, rng)
+            text = texts[count].new()
             own.append(first_token_ms(engine, text, who))
             tokens[count] = engine.explain([{"role": "user", "content": text}], principal=who).prompt_tokens
     more = tokens[options.words] - tokens[options.words // 2]
@@ -151,7 +170,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=100, help="per prober and share (100; 1000 for a release)")
-    parser.add_argument("--words", type=int, default=150, help="of each prompt (150)")
+    parser.add_argument("--words", type=int, default=24, help="of each prompt (24)")
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.5], help="of the prompt that is guessed")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import hashlib
 import json
 import re
 import threading
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import eq
 from typing import Any
 
 from prefixkv.chat.ends import ByteLevelEncoder
+from prefixkv.chat.private import own_backend, private_copy
 from prefixkv.chat.rendering import common_prefix
 from prefixkv.errors import InvalidRequest
 
@@ -63,10 +64,12 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = _private_copy(tokenizer)
+        self.tokenizer = private_copy(tokenizer)
         self._lock = threading.Lock()
         self._has_offsets = bool(getattr(self.tokenizer, "is_fast", False))
-        self._backend = _own_backend(self.tokenizer, tokenizer)
+        self._backend = own_backend(self.tokenizer, tokenizer)
+        model = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "model", None)
+        self._clear_cache: Callable[[], None] | None = getattr(model, "_clear_cache", None)
         vocab: Mapping[str, int] = self.tokenizer.get_vocab()
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         self._byte_level = None if self._backend is None else ByteLevelEncoder.of(self._backend, vocab, added)
@@ -152,7 +155,7 @@ class Encoder:
 
     def encode(self, text: str) -> Encoded:
         """Return the ids of rendered text; no special tokens are added."""
-        with self._lock:
+        with self._own_cache():
             encoded = self._encode(text)
         self._check_forged(text, encoded)
         return encoded
@@ -168,7 +171,7 @@ class Encoder:
         Raises:
             InvalidRequest: ``control_token`` if the tokenizer cannot write a control token as text.
         """
-        with self._lock:
+        with self._own_cache():
             try:
                 token_ids = list(reference(self.tokenizer))
             except ValueError:  # its message quotes the token, so it is not passed on
@@ -182,7 +185,7 @@ class Encoder:
 
     def encode_with_special(self, text: str) -> list[int]:
         """Return the ids of raw text with the special tokens that the tokenizer adds by default."""
-        with self._lock:
+        with self._own_cache():
             return list(self.tokenizer(text, padding=False, truncation=False, verbose=False)["input_ids"])
 
     def cut(self, text: str, encoded: Encoded, positions: Iterable[int], is_marked: bool) -> list[int]:
@@ -226,7 +229,7 @@ class Encoder:
 
     def _settled(self, window: str) -> int:
         texts = [window, *(window + char for char in _FOLLOWERS)]
-        with self._lock:
+        with self._own_cache():
             encoded = self._encode(window)
             ids = self._ids_of(texts)
         shared = ids[0]
@@ -259,7 +262,7 @@ class Encoder:
     def _shared_tokens(self, text: str, token_ids: list[int], position: int, is_marked: bool) -> int:
         if position >= len(text):
             return len(token_ids)
-        with self._lock:
+        with self._own_cache():
             alone = (self._encode_pieces if is_marked else self._encode)(text[:position]).token_ids
         return common_prefix(alone, token_ids)
 
@@ -321,39 +324,28 @@ class Encoder:
         if any(made[index] > spelt[token] for index, token in suspects.items()):
             raise InvalidRequest("control_token", "messages", "text that the tokenizer turns into a control token")
 
+    @contextlib.contextmanager
+    def _own_cache(self) -> Iterator[None]:
+        """Use the tokenizer alone, with its cache of words empty.
+
+        It keeps the tokens of the words that it met, whoever sent them: how long rare words take would tell a caller
+        that another one has used them.
+        """
+        with self._lock:
+            if self._clear_cache is not None:
+                self._clear_cache()
+            yield
+
     # -- bounds --------------------------------------------------------------------------------------------------
 
     def _longest(self, vocab: Mapping[str, int]) -> int | None:
         longest = max(map(len, vocab), default=1)
         for char in _RUNS:
-            with self._lock:
+            with self._own_cache():
                 tokens = len(self._encode(char * _RUN_LENGTH).token_ids)
             if tokens * longest < _RUN_LENGTH:
                 return None
         return longest
-
-
-def _private_copy(tokenizer: Any) -> Any:
-    try:
-        return copy.deepcopy(tokenizer)
-    except Exception:  # a tokenizer of the caller's own making need not be copyable; it then shares its state with us
-        return tokenizer
-
-
-def _own_backend(copied: Any, original: Any) -> Any:
-    """Return the Rust tokenizer in a copy, if transformers adds nothing to it, else None."""
-    backend = getattr(copied, "backend_tokenizer", None)
-    if copied is original or backend is None:
-        return None
-    text = "".join(
-        (" A word,\n\n two  spaces ", *map(str, getattr(copied, "all_special_tokens", ())), "\u00e9\U0001f9ff x")
-    )
-    for sample in (text, text[1:], "x"):
-        out = copied(sample, add_special_tokens=False, padding=False, truncation=False, return_offsets_mapping=True)
-        encoding = backend.encode(sample, add_special_tokens=False)
-        if list(out["input_ids"]) != encoding.ids or list(map(tuple, out["offset_mapping"])) != encoding.offsets:
-            return None
-    return backend
 
 
 def _control_tokens(tokenizer: Any) -> dict[str, tuple[int, bool]]:

@@ -17,7 +17,7 @@ from prefixkv.chat.labels import Label
 
 __all__ = ["Field", "Gap", "Mark", "content_of", "details", "signature", "split_gap", "words_of"]
 
-_MOST_CALLS = 8
+_MOST_CALLS, _MOST_ARGUMENTS = 8, 32
 _WORD = re.compile(r"\w+")
 _OF_CALLS = ("function.arguments", "function.name", "id")
 _OF_MESSAGES = ("reasoning_content", "tool_call_id", "name")
@@ -87,6 +87,11 @@ class Gap:
     """What stands between two contents, or behind the last: the template's words, fields and marks. Frozen."""
 
     pieces: tuple[str | Field | Mark, ...]
+
+    @property
+    def characters(self) -> int:
+        """How many characters of the template's words it holds."""
+        return sum(len(piece) for piece in self.pieces if isinstance(piece, str))
 
     @property
     def is_detailed(self) -> bool:
@@ -239,7 +244,8 @@ def _fields(message: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
             for name in _OF_CALLS:
                 yield name, call, _value(message, name, call)
             arguments = _value(message, "function.arguments", call)
-            for number in range(len(arguments) if isinstance(arguments, Mapping) else 0):
+            is_short = isinstance(arguments, Mapping) and len(arguments) <= _MOST_ARGUMENTS
+            for number in range(len(arguments) if is_short else 0):
                 for name in (f"key {number}", f"value {number}"):
                     yield name, call, _value(message, name, call)
         for name in _OF_MESSAGES:

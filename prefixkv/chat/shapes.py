@@ -19,7 +19,7 @@ from prefixkv.chat.slots import SlotSpan
 __all__ = ["RenderedChat", "Shapes", "Tails"]
 
 _MOST_HEADS, _LONGEST_HEAD = 4, 2**16
-_MOST_GAPS = 512
+_MOST_GAPS, _LONGEST_GAP, _MOST_CHARACTERS = 512, 2**16, 2**19
 
 Tails = dict[bytes, tuple[int, int]]
 """Digest of words of the template, and of what else decides what they mean, to two places in them: where a message ends
@@ -71,6 +71,7 @@ class Shapes:
         self.settled: dict[bytes, int] = {}
         self._heads: dict[tuple[object, ...], _Head] = {}
         self._gaps: dict[tuple[object, ...], Gap] = {}
+        self._characters = 0
 
     def lay_out(self, chat: RenderedChat) -> Layout | None:
         """Return the layout of a rendered chat, or None if its shape is not known; changes nothing."""
@@ -134,8 +135,6 @@ class Shapes:
             return
         if len(self._heads) >= _MOST_HEADS:
             self._heads = {}
-        if len(self._gaps) + len(stretches) > _MOST_GAPS:
-            self._gaps = {}
         starts = tuple((place, label) for place, label in layout.starts if place < begin)
         narrowed = tuple((place, label) for place, label in layout.narrowed if place <= begin)
         self._heads[chat.setting, chat.tools, _kind(chat.labels[0])] = _Head(chat.text[:begin], starts, narrowed)
@@ -143,9 +142,17 @@ class Shapes:
             start = places[stretch.first][1]
             stop = len(chat.text) if stretch.behind is None else places[stretch.behind][0]
             marks = _marks(chat, layout, stretch, start, stop)
+            if stop - start > _LONGEST_GAP:
+                continue
             gap = split_gap(chat.text[start:stop], stretch.messages, marks)
             if stretch.is_plain or gap.is_made_of(words):
-                self._gaps[stretch.detailed_key if gap.is_detailed else stretch.key] = gap
+                self._keep(stretch.detailed_key if gap.is_detailed else stretch.key, gap)
+
+    def _keep(self, key: tuple[object, ...], gap: Gap) -> None:
+        self._characters += gap.characters
+        if len(self._gaps) >= _MOST_GAPS or self._characters > _MOST_CHARACTERS:
+            self._gaps, self._characters = {}, gap.characters
+        self._gaps[key] = gap
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from prefixkv.chat.segment import Prompt
 from prefixkv.config import EngineConfig
 from prefixkv.engine.limits import Limits, PoliciesInForce, TenantLimits
 from prefixkv.engine.live import LiveRequest, Reply
-from prefixkv.engine.narrowing import narrow, unshare
+from prefixkv.engine.narrowing import narrow, withdraw
 from prefixkv.engine.result import Publication, PurgeReceipt
 from prefixkv.engine.snapshot import engine_stats, tenant_stats
 from prefixkv.errors import ContextOverflow, ExecutionError, IntegrityError, QueueFull, QuotaExceeded
@@ -347,7 +347,7 @@ class EngineCore:
         former = {tenant: self._policies.of(tenant) for tenant in served if tenant is not None}
         self._policies.replace(policies, former)
         for tenant, rules in former.items():
-            unshare(self.manager, self.recall, tenant, rules, self._policies.of(tenant), self._live.values())
+            withdraw(self.manager, self.recall, tenant, rules, self._policies.of(tenant), self._live.values())
         shrink(self.manager)
         self._run_ops()
         self.manager.expiry.rebuild(self.manager.index)

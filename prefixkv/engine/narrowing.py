@@ -1,4 +1,4 @@
-"""What happens to text that a reload says is shared with fewer than it was."""
+"""What happens to text that a reload says is shared with fewer than it was, or is no longer to be gone soon."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from prefixkv.engine.live import LiveRequest, Reply
 from prefixkv.policy import TenantPolicy
 from prefixkv.scope import Scope, ScopeLevel
 
-__all__ = ["narrow", "unshare"]
+__all__ = ["narrow", "withdraw"]
 
 Live = Collection[tuple[LiveRequest, Reply]]
 
 
-def unshare(
+def withdraw(
     manager: KVCacheManager, recall: Recall, tenant: str, former: TenantPolicy, now: TenantPolicy, live: Live
 ) -> None:
-    """Destroy what a tenant stored as wide as it may no longer be, and let what is live share no more of it.
+    """Destroy what a tenant stored that may not stay as it is, and let what is live share no more than it may now.
 
-    What else was stored as wide cannot be told apart and goes too, but for what is published.
+    That is what was stored wider than it may be now; what else was stored as wide cannot be told apart and goes too.
+    And all of it where zero retention ends: what was promised for it still holds. What is published stays.
     """
-    levels = now.narrowed_since(former)
-    if levels is None:
+    widest, narrowest = now.narrowed_since(former) or (ScopeLevel.PUBLIC, ScopeLevel.PUBLIC)
+    ends_retention = former.zero_retention and not now.zero_retention
+    if widest == narrowest and not ends_retention:
         return
-    widest, narrowest = levels
 
     def is_meant(scope: Scope) -> bool:
-        return scope.tenant == tenant and widest <= scope.level < narrowest
+        return scope.tenant == tenant and (ends_retention or widest <= scope.level < narrowest)
 
     recall.forget_scopes(is_meant)
     for request, reply in live:

@@ -170,6 +170,10 @@ class FairnessCounters:
         self._burst_tokens = burst_tokens
         self.tenants = Accounts(TenantAccount, burst_tokens)
 
+    def set_burst(self, tokens: int) -> None:
+        """Let so much be saved up from now on; what is saved up already stays."""
+        self._burst_tokens = self.tenants.burst_tokens = tokens
+
     def enter(self, seq: Sequence, now: int) -> None:
         """Open the accounts of a new sequence, or note that they have one more; reads weight and priority anew."""
         name = seq.tenant

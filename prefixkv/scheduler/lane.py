@@ -33,7 +33,7 @@ class Lane:
     preempted for one outside of its own, since with all others inside theirs the oldest lacks nothing.
 
     Args:
-        share: Its part of each step; the scheduler changes it when policies do.
+        share: Its part of each step.
         manager: Bookkeeping of the pool.
         rules: Of its tenants.
         is_strict: Whether it is the lane of one strict tenant, which looks at nothing outside its partition.
@@ -60,6 +60,11 @@ class Lane:
     def has_work(self) -> bool:
         """Whether any sequence waits or runs."""
         return bool(self.running) or len(self.waiting) > 0
+
+    def take_share(self, share: StepShare) -> None:
+        """Have another part of each step from now on."""
+        self.share = share
+        self.fairness.set_burst(_BURST_STEPS * share.max_prefill_tokens)
 
     def add(self, seq: Sequence) -> None:
         """Let a new sequence wait for admission."""

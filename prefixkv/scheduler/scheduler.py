@@ -188,10 +188,10 @@ class Scheduler:
         self._partitions = partitions
         total = self.manager.pool.num_blocks
         self._shares = {tenant: self._whole.part(blocks, total) for tenant, blocks in partitions.items()}
-        self._open.share = self._whole.without(self._shares.values())
+        self._open.take_share(self._whole.without(self._shares.values()))
         for tenant, lane in list(self._strict.items()):
             if tenant in self._shares:
-                lane.share = self._shares[tenant]
+                lane.take_share(self._shares[tenant])
             else:
                 # Without a partition it would stand behind all others for what they leave.
                 self._open.absorb(lane)

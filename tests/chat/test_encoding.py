@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -86,3 +87,21 @@ def test_a_tokenizer_that_fuses_characters_gives_no_bound() -> None:
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.add_special_tokens([AddedToken("[UNK]", special=True)])
     assert Encoder(PreTrainedTokenizerFast(tokenizer_object=backend)).longest_token_chars is None
+
+
+def test_the_cache_of_words_is_emptied_before_each_use() -> None:
+    """Else how long rare words take would tell a caller that another one has sent them."""
+    encoder = Encoder(byte_chatml())
+    emptied: list[bool] = []
+    assert encoder._clear_cache is not None, "the tokenizer has such a cache"
+    encoder._clear_cache = lambda: emptied.append(True)
+    uses: list[Callable[[], object]] = [
+        lambda: encoder.encode("some words"),
+        lambda: encoder.encode_with_special("some words"),
+        lambda: encoder.encode_marked("some words", lambda tokenizer: tokenizer("some words")["input_ids"]),
+        lambda: encoder.settled("some words", 4, Encoded([1, 2], [4, 10])),
+        lambda: encoder.cut("some words", Encoded([1, 2], None), [4], False),
+    ]
+    for number, use in enumerate(uses, 1):
+        use()
+        assert len(emptied) == number

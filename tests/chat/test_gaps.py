@@ -120,6 +120,24 @@ def test_messages_that_hold_more_than_is_known_have_no_signature(message: dict[s
     assert signature(message) is None
 
 
+def test_a_call_with_very_many_arguments_is_not_looked_at_one_by_one() -> None:
+    many = {f"key{n}": n for n in range(5000)}
+    messages = [user("a"), called(many), result("b")]
+    assert not split_gap("<key1>", messages, []).is_detailed
+    assert split_gap(f"<{many}>", messages, []).fill([user("a"), called({}), result("b")]) == ("<{}>", [])
+
+
+def test_what_is_kept_of_a_tenant_is_bounded() -> None:
+    """Tools stand between the system text and the first turn here, and each chat brings others."""
+    template = CHATML.replace("{{ message.content }}", "{{ message.content }}{% if loop.first %}{{ tools }}{% endif %}")
+    segmenter, shapes = Segmenter(byte_chatml(template)), Shapes()
+    for number in range(40):
+        tools = [{"type": "function", "function": {"name": f"find{number}", "description": "x" * 30_000}}]
+        segmenter.segment([system("Be."), user("Hello")], tools=tools, policy=POLICY, past=Past(shapes=shapes))
+        assert sum(gap.characters for gap in shapes._gaps.values()) < 2**19 + 2**16
+    assert any("find39" in repr(gap) for gap in shapes._gaps.values())
+
+
 def test_words_of_a_caller_are_not_kept() -> None:
     """A purge of the user would not find them here. This template writes arguments in a way of its own."""
     template = CHATML.replace(

@@ -326,6 +326,21 @@ def test_a_reload_that_narrows_what_is_shared_leaves_nothing_of_it_to_others(
     engine.check()
 
 
+@pytest.mark.parametrize("after", [{"default": {}}, {"tenants": {"acme": {}}}], ids=["left out", "changed"])
+def test_what_was_stored_under_zero_retention_does_not_outlive_it(make_engine: Any, after: dict[str, Any]) -> None:
+    """Also where a line was lost from the file; what is published stays."""
+    engine = make_engine(policies={"tenants": {"acme": {"zero_retention": True}}, "default": {}})
+    engine.publish([SYSTEM], tenant="acme")
+    published = hits(engine, BEN)
+    engine.chat(CHAT, principal=ANN, sampling=SHORT)
+    engine.chat(CHAT, principal=Principal("globex"), sampling=SHORT)
+    assert hits(engine, ANN) > published > 0
+    kept = hits(engine, Principal("globex"))
+    engine.reload_policies(after | {"default": {}})
+    assert (hits(engine, ANN), hits(engine, Principal("globex"))) == (published, kept)
+    engine.check()
+
+
 def test_a_reload_that_shares_as_before_destroys_nothing(make_engine: Any) -> None:
     engine = make_engine()
     engine.chat(CHAT, principal=ANN, sampling=SHORT)

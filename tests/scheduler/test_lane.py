@@ -255,6 +255,18 @@ def test_borders_that_reloads_move_fail_nobody_who_fits_inside_each_of_them(
     ]
 
 
+def test_what_can_be_saved_up_follows_the_part_of_a_step_that_partitions_leave() -> None:
+    rules = Rules()
+    loop = Loop(num_blocks=40, rules=rules, max_prefill_tokens=64)
+    loop.step()
+    saved = [loop.scheduler._open.fairness.tenants.burst_tokens]
+    for partitions in ({"s": 20}, {}):
+        rules.strict = partitions
+        loop.step()
+        saved.append(loop.scheduler._open.fairness.tenants.burst_tokens)
+    assert saved == [256, 128, 256]
+
+
 def test_a_new_partition_waits_for_those_who_hold_it() -> None:
     rules = Rules()
     loop = Loop(num_blocks=16, rules=rules, max_prefill_tokens=64)
