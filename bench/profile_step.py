@@ -47,7 +47,7 @@ def prefill(engine: Engine, count: int) -> list[Chunk]:
     manager, runner = engine._core.manager, engine._runner
     for seq_id, request in enumerate(load(dynamic=False)[:count]):
         who = Principal(request["tenant"], user=request["user"], session=request["session"])
-        prompt, scopes = engine.builder.chat_prompt(ChatRequest(request["messages"], who))
+        prompt, scopes, _ = engine.builder.chat_prompt(ChatRequest(request["messages"], who))
         ids = list(prompt.token_ids)
         cached = manager.open(seq_id, manager.match(ids, scopes), scopes, len(ids) + 1)
         if cached is None:

@@ -62,6 +62,7 @@ class LRUEviction:
         del nodes[node]
         if not nodes:
             del self._idle[tenant]
+            self.changed.pop(tenant, None)
         self._count -= 1
 
     def demote(self, node: Node) -> None:

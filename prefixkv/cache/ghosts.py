@@ -122,7 +122,7 @@ class GhostsByPart:
         root: Node,
         tenant: str | None,
     ) -> str | None:
-        """Ask the part of a tenant, and the shared one for public text: see :meth:`Ghosts.why`."""
+        """Ask the part of a tenant, and the one that all share: see :meth:`Ghosts.why`."""
         own = self.of(tenant)
         told = own.why(match, token_ids, scope_key, reach, root)
         return told if told or own is self._shared else self._shared.why(match, token_ids, scope_key, reach, root)

@@ -18,7 +18,7 @@ from prefixkv.cache.keys import ScopeKey, ScopeKeys
 from prefixkv.cache.pool import BlockPool
 from prefixkv.cache.retire import evict, retire
 from prefixkv.cache.scopes import ScopeMap
-from prefixkv.cache.shares import Shares
+from prefixkv.cache.shares import Shares, no_floors
 from prefixkv.cache.table import BlockOp, CopyRows, PrefixMatch, SequenceBlocks, ZeroBlocks, merged
 from prefixkv.errors import IntegrityError
 from prefixkv.lifetime import Lifetime
@@ -54,8 +54,8 @@ class KVCacheManager:
         *,
         weight: Callable[[str], float] = lambda tenant: 1.0,
         ceiling: Callable[[str], int | None] = lambda tenant: None,
-        floors: Callable[[], Mapping[str, int]] = dict,
-        partitions: Callable[[], Mapping[str, int]] = dict,
+        floors: Callable[[], Mapping[str, int]] = no_floors,
+        partitions: Callable[[], Mapping[str, int]] = no_floors,
         lifetime: Callable[[Scope], Lifetime] = lambda scope: (None, None),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,7 +101,7 @@ class KVCacheManager:
         return PrefixMatch(tuple(parent.chain()), partial if rows else None, rows, start + rows, diverged)
 
     def why_missing(self, token_ids: Sequence[int], scopes: ScopeMap, match: PrefixMatch) -> str | None:
-        """Return ``evicted`` or ``purged`` if a match ends because rows of its principal's own are gone, else None."""
+        """Return ``evicted``, ``expired`` or ``purged`` if a match ends since rows of its own principal are gone."""
         next_key = self.keys.key(scopes.scope_at(min(match.num_tokens, len(token_ids) - 1)))
         return self.ghosts.why(match, token_ids, next_key, self._reach(scopes), self.index.root, scopes.tenant)
 

@@ -72,7 +72,7 @@ class BlockPool:
         self.owned_blocks[owner] -= 1
         self.changed[owner] = None
         if not self.owned_blocks[owner]:
-            del self.owned_blocks[owner]
+            del self.owned_blocks[owner], self.changed[owner]  # who has none is ranked nowhere
         self._is_free[block_id] = 1
         self._free.append(block_id)
         logger.debug("release block=%d owner=%s free=%d", block_id, owner, len(self._free))

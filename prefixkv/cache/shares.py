@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from prefixkv.cache.eviction import LRUEviction
 from prefixkv.cache.index import Node
 from prefixkv.cache.pool import BlockPool
 from prefixkv.cache.ranking import Ranking
 
-__all__ = ["Shares"]
+__all__ = ["Shares", "no_floors"]
 
 _MOST_PAIRS = 10_000
+_NONE: Mapping[str, int] = MappingProxyType({})
+
+
+def no_floors() -> Mapping[str, int]:
+    """Return the floors where nobody has one."""
+    return _NONE
 
 
 class Shares:

@@ -218,14 +218,14 @@ class Encoder:
         start = max(encoded.ends[first - 1] if first > 0 else 0, text.rfind(_CLOSE, 0, position) + 1)
         window = text[start:position]
         key = hashlib.blake2b(window.encode(), digest_size=16).digest()
-        if known is None or key not in known:
+        place = None if known is None else known.get(key)  # other threads change it
+        if place is None:
             place = self._settled(window)
-            if known is None:
-                return start + place
-            if len(known) >= _MOST_SETTLED:
-                known.clear()
-            known[key] = place
-        return start + known[key]
+            if known is not None:
+                if len(known) >= _MOST_SETTLED:
+                    known.clear()
+                known[key] = place
+        return start + place
 
     def _settled(self, window: str) -> int:
         texts = [window, *(window + char for char in _FOLLOWERS)]

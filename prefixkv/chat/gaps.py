@@ -175,7 +175,7 @@ def split_gap(gap: str, messages: Sequence[Mapping[str, Any]], marks: Sequence[t
                 pieces.append(gap[place:start])
                 place = start
             pieces.append(mark)  # where it was inside a field, it is before it
-        while waiting and field is not None and _is_due(waiting[0][1], field):
+        while waiting and field is not None and any(_is_due(mark, field) for _, mark in waiting):
             pieces.append(waiting.pop(0)[1])
         pieces.append(gap[place:end] if field is None else field)
         place = end
@@ -198,10 +198,10 @@ def _parts(gap: str, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, F
             seen = set()
             for form, write in enumerate(_FORMS):
                 text = write(value)
-                if text and text not in seen:
+                if text and text not in seen and text in gap:
                     seen.add(text)
                     wanted.setdefault(text, []).append(Field(number, name, call, form))
-            if name == "function.arguments" and any(text in gap for text in seen):
+            if name == "function.arguments" and seen:
                 whole.add((number, call))
     first, last = 0, len(gap)
     front: list[tuple[str, Field | None]] = []

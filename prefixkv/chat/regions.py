@@ -201,8 +201,9 @@ class _Anchored:
         # Behind the text of a message that calls nothing stands the template's own.
         is_closed = i == last and span.is_whole and "tool_calls" not in self._chat.messages[i]
         key = self._key("end", self._text[span.end :], self._labels[i].role)
-        if is_closed and self._chat.add_generation_prompt and key in self._tails:
-            shared, is_known = self._tails[key]
+        known = self._tails.get(key) if is_closed and self._chat.add_generation_prompt else None
+        if known is not None:
+            shared, is_known = known
             if is_known:
                 self._add(span.end + shared, _GENERATION)
             return
@@ -243,8 +244,9 @@ class _Anchored:
             return start
         gap = self._text[start:end]
         key = self._key(gap, self._labels[i].role, self._labels[following].role)
-        if is_pure and key in self._tails:  # no need to render again
-            return start + self._tails[key][0]
+        known = self._tails.get(key) if is_pure else None
+        if known is not None:  # no need to render again
+            return start + known[0]
         if not is_pure and self._is_inner(i, following):
             return start
         alone = self._prefix(i)
@@ -298,8 +300,8 @@ class _Anchored:
         gaps = (0, 1) if self._labels[0].kind is SegmentKind.SYSTEM and len(self._spans) > 1 else (0,)
         keys = {gap: self._key("tools", str(gap), self._text[starts[gap] : ends[gap]]) for gap in gaps}
         for gap, key in keys.items():
-            if key in self._tails:
-                start, end = (starts[gap] + place for place in self._tails[key])
+            if (known := self._tails.get(key)) is not None:
+                start, end = (starts[gap] + place for place in known)
                 self._narrowed.append((start, _TOOLS))
                 return {gap: (start, end)}
         found = self._find_tools()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -236,7 +236,7 @@ class Segmenter:
             slots += [(i, label.name) for i, label in enumerate(labels) if label.name is not None]
             return lay_out_by_prefixes(shown, labels, slots, text)
         if known is not None:
-            known.learn(asked, found.layout, found.places, self._template_words)
+            known.learn(asked, found.layout, found.places, self._template_words | words_of(*_texts(shown.tools)))
         return found.layout
 
     def _cut(
@@ -315,6 +315,19 @@ def _sources(tokenizer: Any) -> list[str]:
     template = getattr(tokenizer, "chat_template", None) or ""
     sources = [template] if isinstance(template, str) else list(template.values())
     return [*sources, *map(str, getattr(tokenizer, "all_special_tokens", ()))]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text and key in plain data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from _texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
 
 
 def _is_in_parts(message: object) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from prefixkv.chat.gaps import Gap, Mark, content_of, details, signature, split_gap
@@ -19,6 +20,8 @@ from prefixkv.chat.slots import SlotSpan
 __all__ = ["RenderedChat", "Shapes", "Tails"]
 
 _MOST_HEADS, _LONGEST_HEAD = 4, 2**16
+_MOST_HIDDEN = 8
+"""Messages without text between two with text, at most: what a gap costs grows with what it may hold."""
 _MOST_GAPS, _LONGEST_GAP, _MOST_CHARACTERS = 512, 2**16, 2**19
 
 Tails = dict[bytes, tuple[int, int]]
@@ -84,13 +87,13 @@ class Shapes:
         """Return what a chat renders to if the template does as it did, and the layout of that."""
         messages, labels = chat.messages, chat.labels
         stretches = _stretches(chat)
-        head = None if stretches is None else self._heads.get((chat.setting, chat.tools, _kind(labels[0])))
+        head = None if stretches is None else self._heads.get((chat.setting, chat.tools, labels[0]))
         if stretches is None or head is None:
             return None
         pieces, place = [head.text], len(head.text)
         layout = Layout([*head.starts], [*head.narrowed], [])
         for stretch in stretches:
-            first, gap = stretch.first, self._gaps.get(stretch.key) or self._gaps.get(stretch.detailed_key)
+            first, gap = stretch.first, self._gap(stretch)
             filled = None if gap is None else gap.fill(stretch.messages)
             if filled is None:
                 return None
@@ -121,7 +124,8 @@ class Shapes:
             chat: The chat.
             layout: Where things were found.
             places: Message to start and end of its content without outer white space; empty if not all were found.
-            words: That the template can write by itself. What holds others is not kept: it may be a user's.
+            words: That the template can write by itself, and those of the tools. What holds others is not kept where it
+                may be a user's: a purge of the user would not find it here.
         """
         stretches = _stretches(chat)
         if stretches is None or not places or any(chat.spans) or layout.warnings:
@@ -137,16 +141,25 @@ class Shapes:
             self._heads = {}
         starts = tuple((place, label) for place, label in layout.starts if place < begin)
         narrowed = tuple((place, label) for place, label in layout.narrowed if place <= begin)
-        self._heads[chat.setting, chat.tools, _kind(chat.labels[0])] = _Head(chat.text[:begin], starts, narrowed)
-        for stretch in reversed(stretches):  # of several that are alike the first counts: it is the most exact
+        if all(stretch.is_plain for stretch in stretches) or Gap((chat.text[:begin],)).is_made_of(words):
+            self._heads[chat.setting, chat.tools, chat.labels[0]] = _Head(chat.text[:begin], starts, narrowed)
+        for stretch in stretches:  # of several that are alike the first counts: it is the most exact
             start = places[stretch.first][1]
             stop = len(chat.text) if stretch.behind is None else places[stretch.behind][0]
             marks = _marks(chat, layout, stretch, start, stop)
-            if stop - start > _LONGEST_GAP:
+            if stop - start > _LONGEST_GAP or self._fits(stretch, chat.text[start:stop]):
                 continue
             gap = split_gap(chat.text[start:stop], stretch.messages, marks)
             if stretch.is_plain or gap.is_made_of(words):
                 self._keep(stretch.detailed_key if gap.is_detailed else stretch.key, gap)
+
+    def _fits(self, stretch: _Stretch, text: str) -> bool:
+        gap = self._gap(stretch)
+        filled = None if gap is None else gap.fill(stretch.messages)
+        return filled is not None and filled[0] == text
+
+    def _gap(self, stretch: _Stretch) -> Gap | None:
+        return self._gaps.get(stretch.key) or self._gaps.get(stretch.detailed_key)
 
     def _keep(self, key: tuple[object, ...], gap: Gap) -> None:
         self._characters += gap.characters
@@ -188,6 +201,10 @@ def _stretches(chat: RenderedChat) -> list[_Stretch] | None:
     shown = [i for i, message in enumerate(messages) if message["content"] and not message["content"].isspace()]
     if not shown or shown[0] or messages[0]["content"][0].isspace():
         return None  # white space in front may be the content's own or the template's
+    if any(chat.spans[i] for i in set(range(len(messages))).difference(shown)):
+        return None  # a slot that cannot be seen: its scope counts all the same
+    if any(behind - first > _MOST_HIDDEN for first, behind in pairwise([*shown, len(messages)])):
+        return None
     found = []
     for first, behind in zip(shown, [*shown[1:], None], strict=True):
         end = len(messages) if behind is None else behind + 1
@@ -207,7 +224,3 @@ def _marks(chat: RenderedChat, layout: Layout, stretch: _Stretch, start: int, st
     marks = [(place - start, Mark(labels.get(label, label))) for place, label in starts.items()]
     marks += [(place - start, Mark(labels.get(label, label), narrows=True)) for place, label in narrowed]
     return sorted(marks, key=lambda mark: mark[0])
-
-
-def _kind(label: Label) -> tuple[str, str | None]:
-    return label.kind.value, label.role

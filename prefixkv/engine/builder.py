@@ -60,6 +60,10 @@ class RequestBuilder:
 
     def chat_prompt(self, item: ChatRequest) -> tuple[Prompt, ScopeMap, TenantPolicy]:
         """Render and tokenise messages, and say whose each token is, by which rules. Remembers nothing."""
+        if not isinstance(item.principal, Principal):
+            self._policy(item.principal)  # says what is missing
+        # In this order: what a reload in between says is then known to be older than the reload, and is made anew.
+        past = self._recall.past(item.principal)
         policy = self._policy(item.principal)
         prompt = self._segmenter.segment(
             item.messages,
@@ -69,7 +73,7 @@ class RequestBuilder:
             continue_final_message=item.continue_final_message,
             template_kwargs=item.template_kwargs,
             few_shot=item.few_shot,
-            past=self._recall.past(item.principal),
+            past=past,
             limit=self._max_context - 1,
         )
         return prompt, _scopes(prompt, item.principal), policy

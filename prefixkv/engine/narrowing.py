@@ -24,13 +24,13 @@ def withdraw(
     That is what was stored wider than it may be now; what else was stored as wide cannot be told apart and goes too.
     And all of it where zero retention ends: what was promised for it still holds. What is published stays.
     """
-    widest, narrowest = now.narrowed_since(former) or (ScopeLevel.PUBLIC, ScopeLevel.PUBLIC)
-    ends_retention = former.zero_retention and not now.zero_retention
-    if widest == narrowest and not ends_retention:
+    levels = _levels(former, now)
+    if levels is None:
         return
+    widest, narrowest = levels
 
     def is_meant(scope: Scope) -> bool:
-        return scope.tenant == tenant and (ends_retention or widest <= scope.level < narrowest)
+        return scope.tenant == tenant and widest <= scope.level < narrowest
 
     recall.forget_scopes(is_meant)
     for request, reply in live:
@@ -42,10 +42,17 @@ def withdraw(
 
 def narrow(manager: KVCacheManager, request: LiveRequest, now: TenantPolicy) -> None:
     """Let a request share no more than the rules allow now, if it was made under others."""
-    levels = None if request.policy is None or request.policy is now else now.narrowed_since(request.policy)
+    levels = None if request.policy is None or request.policy is now else _levels(request.policy, now)
     if levels is not None:
         for reply in request.replies:
             _narrow(manager, request, reply, levels[1])
+
+
+def _levels(former: TenantPolicy, now: TenantPolicy) -> tuple[ScopeLevel, ScopeLevel] | None:
+    """Return from which scope on, and down to which, nothing may stay as it was stored under former rules, or None."""
+    if former.zero_retention and not now.zero_retention:
+        return ScopeLevel.TENANT, ScopeLevel.REQUEST
+    return now.narrowed_since(former)
 
 
 def _narrow(manager: KVCacheManager, request: LiveRequest, reply: Reply, level: ScopeLevel) -> None:

@@ -240,7 +240,7 @@ class World:
         item = ChatRequest(guess.messages or [{"role": "user", "content": "be"}], principal, guess.tools, _slots(guess))
         made = self._try(act, lambda: self._builder.chat_prompt(item))
         if made is not None:
-            self._see(act.side, act.chat, "explained", repr(self.core.explain(*made, principal)))
+            self._see(act.side, act.chat, "explained", repr(self.core.explain(made[0], made[1], principal)))
 
     def _do_explain(self, act: Act) -> None:
         talk = self._talks[act.chat]

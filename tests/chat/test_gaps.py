@@ -127,6 +127,34 @@ def test_a_call_with_very_many_arguments_is_not_looked_at_one_by_one() -> None:
     assert split_gap(f"<{many}>", messages, []).fill([user("a"), called({}), result("b")]) == ("<{}>", [])
 
 
+def test_many_messages_without_text_in_a_row_are_not_learnt() -> None:
+    """What it costs to take such a gap apart grows with all that it may hold."""
+    segmenter, shapes = Segmenter(byte_chatml()), Shapes()
+    chat = [system("Be."), user("Hello"), *[called({}, name="assistant", content="")] * 9, user("Thanks")]
+    segmenter.segment(chat, policy=POLICY, past=Past(shapes=shapes))
+    assert not shapes._gaps
+    segmenter.segment([*chat[:8], chat[-1]], policy=POLICY, past=Past(shapes=shapes))
+    assert shapes._gaps
+
+
+def test_a_slot_without_text_narrows_as_it_does_where_nothing_is_known() -> None:
+    """In an example, a message that is nothing but a slot: what stands behind it depends on its being empty."""
+    segmenter, shapes = Segmenter(byte_chatml()), Shapes()
+    example = [system("Be."), user(""), {"role": "assistant", "content": "A shoe."}, user("Hello")]
+    segmenter.segment(example, policy=POLICY, few_shot=2, past=Past(shapes=shapes))
+    chat, slots = [example[0], user("{{slot:x}}"), *example[2:]], {"x": ""}
+    known = segmenter.segment(chat, policy=POLICY, few_shot=2, slots=slots, past=Past(shapes=shapes))
+    assert known.segments == segmenter.segment(chat, policy=POLICY, few_shot=2, slots=slots).segments
+
+
+def test_a_caller_s_words_in_front_of_all_are_not_kept() -> None:
+    template = "{% for m in messages %}{% if m.name is defined %}[{{ m.name }}]{% endif %}{% endfor %}" + CHATML
+    segmenter, shapes = Segmenter(byte_chatml(template)), Shapes()
+    chat = [system("Be."), {**user("Hello"), "name": "Xyzzy"}, user("Hello?")]
+    segmenter.segment(chat, policy=POLICY, past=Past(shapes=shapes))
+    assert "Xyzzy" not in repr(shapes._heads)
+
+
 def test_what_is_kept_of_a_tenant_is_bounded() -> None:
     """Tools stand between the system text and the first turn here, and each chat brings others."""
     template = CHATML.replace("{{ message.content }}", "{{ message.content }}{% if loop.first %}{{ tools }}{% endif %}")
