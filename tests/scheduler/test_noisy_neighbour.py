@@ -82,7 +82,9 @@ def _flood_from(who: Principal) -> Callable[[Loop, int], None]:
     return flood
 
 
-@pytest.mark.parametrize("length", [20, 64, 300])
+@pytest.mark.parametrize(
+    "length", [pytest.param(20, marks=pytest.mark.slow), 64, pytest.param(300, marks=pytest.mark.slow)]
+)
 def test_a_light_tenants_first_token_comes_in_twice_the_steps_at_most(length: int) -> None:
     """Alone: its prompt in chunks. Under a flood: the step under way, and half of the turns."""
     alone, _, _ = _lateness(_silence, length)
@@ -98,7 +100,9 @@ def test_a_light_tenants_first_token_comes_in_twice_the_time_at_most() -> None:
     assert _percentile(flooded, 0.99) <= 2 * _percentile(alone, 0.99)
 
 
-@pytest.mark.parametrize("length", [20, 64, 300])
+@pytest.mark.parametrize(
+    "length", [pytest.param(20, marks=pytest.mark.slow), 64, pytest.param(300, marks=pytest.mark.slow)]
+)
 def test_a_light_user_is_as_well_off_beside_a_flooding_user_of_its_tenant(length: int) -> None:
     who = Principal("light", "calm", "s")
     alone, _, _ = _lateness(_silence, length, who)
