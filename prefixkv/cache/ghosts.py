@@ -99,7 +99,7 @@ class GhostsByPart:
     """
 
     def __init__(self, num_blocks: int, block_size: int, partitions: Callable[[], Mapping[str, int]]) -> None:
-        self._num_blocks, self._block_size, self._partitions = num_blocks, block_size, partitions
+        self._block_size, self._partitions = block_size, partitions
         self._shared = Ghosts(4 * num_blocks, block_size)
         self._parts: dict[str, Ghosts] = {}
 
