@@ -48,11 +48,22 @@ from prefixkv.kernels.numba_ir import (
 )
 from prefixkv.kernels.numba_item import FIRST_TILE, call_item, item_function
 from prefixkv.kernels.numba_layout import LayerView
+from prefixkv.kernels.numba_meet import share
 from prefixkv.kernels.numba_queries import turn_row
 
-__all__ = ["AttendPlan", "attend", "item_functions"]
+__all__ = [
+    "LOG2_E",
+    "NO_SINKS",
+    "AttendPlan",
+    "attend",
+    "attend_items",
+    "item_functions",
+    "merge_share",
+    "num_prepared",
+    "prepare_share",
+]
 
-_NO_SINKS = np.zeros(0, np.float32)
+NO_SINKS = np.zeros(0, np.float32)
 
 
 class AttendPlan:
@@ -112,7 +123,7 @@ P_ITEMS, P_NUM_ITEMS, P_QUERIES, P_TABLES, P_TILES, P_NUM_TILES = range(6)
 _ITEM_RECORD, _TILE_RECORD = 6 * 8, 3 * 8
 _TOKEN, _SLOT, _NUM_SLOTS = 0, 1, 2
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @njit(nogil=True)
@@ -168,8 +179,8 @@ def _merge_token(token: Any, head: Any, partial: Any, dim: Any, turn: Any, sinks
     for i in range(first, first + count):
         most = max(most, partial[i, head, dim])
     if sinks.shape[0]:
-        most = max(most, np.float32(sinks[head] * np.float32(_LOG2_E)))
-        total = _exp2(np.float32(sinks[head] * np.float32(_LOG2_E)) - most)
+        most = max(most, np.float32(sinks[head] * np.float32(LOG2_E)))
+        total = _exp2(np.float32(sinks[head] * np.float32(LOG2_E)) - most)
     result, vectors = partial[first, head].ctypes.data, -(-dim // LANES)
     for i in range(first, first + count):
         weight = _exp2(partial[i, head, dim] - most)
@@ -190,6 +201,60 @@ def _merge_token(token: Any, head: Any, partial: Any, dim: Any, turn: Any, sinks
         store_number(mode, out, d, load_f32(result + 4 * d) * inverse)
 
 
+@njit(nogil=True)
+def num_prepared(prepare: Any, plan: Any, kv_heads: Any) -> Any:
+    """Return how many tiles there are to prepare, one head of each."""
+    return plan[P_NUM_TILES] * kv_heads if prepare else 0
+
+
+@njit(nogil=True)
+def prepare_share(
+    prepare: Any, f: Any, plan: Any, scratch: Any, prepared: Any, tile_bytes: Any, kv_heads: Any, first: Any, last: Any
+) -> None:  # fmt: skip
+    """Prepare some of the tiles that chunks read. ``scratch``: of this thread."""
+    head_bytes = plan[P_NUM_TILES] * tile_bytes
+    for work in range(first, last):
+        tile, head = work // kv_heads, work % kv_heads
+        call_prepare(
+            prepare, f, scratch, plan[P_TILES] + tile * _TILE_RECORD, plan[P_TABLES], head,
+            prepared + head * head_bytes + tile * tile_bytes,
+        )  # fmt: skip
+
+
+@njit(nogil=True)
+def attend_items(
+    decode_item: Any, chunk_item: Any, prepare: Any, f: Any, plan: Any, partial: Any, scratch: Any, prepared: Any,
+    tile_bytes: Any, kv_heads: Any, heads: Any, q: Any, q_mode: Any, factor: Any, cap: Any, next_work: Any
+) -> None:  # fmt: skip
+    """Attend items, as many as this thread gets. ``next_work``: address of what all threads count them with."""
+    head_bytes = plan[P_NUM_TILES] * tile_bytes
+    count = plan[P_NUM_ITEMS] * kv_heads
+    work = atomic_add(next_work, 1)
+    while work < count:
+        item, head = plan[P_ITEMS] + work // kv_heads * _ITEM_RECORD, work % kv_heads
+        function, how = decode_item, q_mode
+        if prepare and load_i64(item + FIRST_TILE * 8) >= 0:
+            function, how = chunk_item, prepared + head * head_bytes
+        call_item(
+            function, f, scratch, item, plan[P_QUERIES], plan[P_TABLES], head, q, how, heads, partial.ctypes.data,
+            factor, cap,
+        )  # fmt: skip
+        work = atomic_add(next_work, 1)
+
+
+@njit(nogil=True)
+def merge_share(
+    f: Any, tokens: Any, partial: Any, heads: Any, dim: Any, sinks: Any, out: Any, q_mode: Any, first: Any, last: Any
+) -> None:  # fmt: skip
+    """Merge the partial results of some of ``tokens * heads``, the heads of a token one behind the other."""
+    size = 4 if q_mode == at.F32 else 2
+    turn = load_i32(f + at.V_TURN * 8)
+    for index in range(first, last):
+        token, head = tokens[index // heads], index % heads
+        place = out + (token[_TOKEN] * heads + head) * dim * size
+        _merge_token(token, head, partial, dim, turn, sinks, place, q_mode)
+
+
 def _build(sources: str) -> Any:
     """Return the compiled entry. Its disk cache is keyed by what it closes over, so by the sources of its parts too."""
 
@@ -199,38 +264,25 @@ def _build(sources: str) -> Any:
         q_mode: Any, factor: Any, cap: Any, sinks: Any, out: Any
     ) -> None:  # fmt: skip
         counter = np.zeros(1, np.int64)
-        next_work = counter.ctypes.data
-        head_bytes = plan[P_NUM_TILES] * tile_bytes
-        count = plan[P_NUM_TILES] * kv_heads if prepare and sources else 0
+        count = num_prepared(prepare, plan, kv_heads) if sources else 0
         if count > 0:
             for thread in prange(threads):
-                for work in range(count * thread // threads, count * (thread + 1) // threads):
-                    tile, head = work // kv_heads, work % kv_heads
-                    call_prepare(
-                        prepare, f, scratch + thread * scratch_bytes, plan[P_TILES] + tile * _TILE_RECORD,
-                        plan[P_TABLES], head, prepared + head * head_bytes + tile * tile_bytes,
-                    )  # fmt: skip
-        count = plan[P_NUM_ITEMS] * kv_heads
-        for thread in prange(threads):
-            work = atomic_add(next_work, 1)
-            while work < count:
-                item, head = plan[P_ITEMS] + work // kv_heads * _ITEM_RECORD, work % kv_heads
-                function, how = decode_item, q_mode
-                if prepare and load_i64(item + FIRST_TILE * 8) >= 0:
-                    function, how = chunk_item, prepared + head * head_bytes
-                call_item(
-                    function, f, scratch + thread * scratch_bytes, item, plan[P_QUERIES], plan[P_TABLES], head, q, how,
-                    heads, partial.ctypes.data, factor, cap,
+                prepare_share(
+                    prepare, f, plan, scratch + thread * scratch_bytes, prepared, tile_bytes, kv_heads,
+                    share(count, thread, threads), share(count, thread + 1, threads),
                 )  # fmt: skip
-                work = atomic_add(next_work, 1)
+        for thread in prange(threads):
+            attend_items(
+                decode_item, chunk_item, prepare, f, plan, partial, scratch + thread * scratch_bytes, prepared,
+                tile_bytes, kv_heads, heads, q, q_mode, factor, cap, counter.ctypes.data,
+            )  # fmt: skip
         counter[0] = 0  # keeps it alive until here
-        size = 4 if q_mode == at.F32 else 2
-        turn = load_i32(f + at.V_TURN * 8)
-        for index in prange(tokens.shape[0] * heads):
-            token = tokens[index // heads]
-            head = index % heads
-            place = out + (token[_TOKEN] * heads + head) * dim * size
-            _merge_token(token, head, partial, dim, turn, sinks, place, q_mode)
+        count = tokens.shape[0] * heads
+        for thread in prange(threads):
+            merge_share(
+                f, tokens, partial, heads, dim, sinks, out, q_mode, share(count, thread, threads),
+                share(count, thread + 1, threads),
+            )  # fmt: skip
 
     return compiled(njit, attend, parallel=True, nogil=True)
 
@@ -273,6 +325,6 @@ def attend(
     _attend(
         *functions, view.address, plan.fields, plan.tokens, partial, scratch,
         view.scratch_bytes, prepared, view.tile_bytes, plan.threads, view.num_kv_heads, heads, dim, q.data_ptr(),
-        at.MODES[q.dtype], np.float32(scaling * _LOG2_E / (softcap or 1.0)), np.float32((softcap or 0.0) * _LOG2_E),
-        _NO_SINKS if sinks is None else sinks.detach().float().numpy(), out.data_ptr(),
+        at.MODES[q.dtype], np.float32(scaling * LOG2_E / (softcap or 1.0)), np.float32((softcap or 0.0) * LOG2_E),
+        NO_SINKS if sinks is None else sinks.detach().float().numpy(), out.data_ptr(),
     )  # fmt: skip

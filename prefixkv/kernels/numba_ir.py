@@ -24,6 +24,7 @@ __all__ = [
     "I8",
     "I16",
     "I32",
+    "I64",
     "LANES",
     "any_nan",
     "ask_for",
@@ -325,7 +326,7 @@ def atomic_add(typing_context: Any, address: Any, value: Any) -> Any:
     """Add to an int64 that all threads see; returns what it was before."""
 
     def generate(context: Any, b: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
+        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), generate
 

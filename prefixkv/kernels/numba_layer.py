@@ -1,4 +1,4 @@
-"""One layer of a step on the matrix unit: everything between one attention and the next in four parallel regions.
+"""One layer of a step on the matrix unit: everything between one attention and the next, in four parts.
 
 At the end of each all threads meet. Within one, each norms what it needs for itself (a thousand numbers, less work than
 meeting once more) and takes its share of the rows of the weights.
@@ -27,8 +27,21 @@ from prefixkv.kernels.numba_amx import (
     write_halves,
 )
 from prefixkv.kernels.numba_build import compiled, sources_digest, use_threads
+from prefixkv.kernels.numba_meet import MEETING_BYTES, share
+from prefixkv.kernels.numba_store import ROOM
 
-__all__ = ["PARTS", "LayerWeights", "StepRoom", "finish_layer", "float_bits_of", "project"]
+__all__ = [
+    "PARTS",
+    "LayerWeights",
+    "StepRoom",
+    "add_attention_share",
+    "add_mlp_share",
+    "finish_layer",
+    "float_bits_of",
+    "project",
+    "project_share",
+    "widen_share",
+]
 
 (
     HIDDEN, HEADS, KV_HEADS, DIM, TURNS, INNER, IN_EPS, MLP_EPS, HEAD_EPS,
@@ -116,9 +129,11 @@ class StepRoom:
         groups = -(-tokens // TOKENS)
         self.threads = use_threads()
         widest = max(hidden, heads * dim)
-        self.scratch_bytes = _FORMER + groups * (widest * _ROW // 2 + max(dim, 2 * _BLOCK) * _ROW)
+        self.scratch_bytes = _FORMER + max(ROOM, groups * (widest * _ROW // 2 + max(dim, 2 * _BLOCK) * _ROW))
         self._scratch = torch.zeros(self.threads * self.scratch_bytes + 64, dtype=torch.uint8)
         self.scratch = -(-self._scratch.data_ptr() // 64) * 64
+        self._meeting = torch.zeros(MEETING_BYTES + 64, dtype=torch.uint8)
+        self.meeting = -(-self._meeting.data_ptr() // 64) * 64
         self.hidden, self.groups = hidden, groups
         self.stream = torch.zeros(groups, hidden, TOKENS)
         self.inner = torch.zeros(groups * inner // 2 * TOKENS, dtype=torch.int32)
@@ -129,6 +144,7 @@ class StepRoom:
 
     def begin(self, x: torch.Tensor) -> None:
         """Take embeddings [T, hidden] as the residual stream."""
+        self._meeting.zero_()
         lanes = self.lanes(x)
         self.stream[: len(lanes)] = lanes
 
@@ -175,9 +191,42 @@ _BLOCK = 32
 
 
 @njit(nogil=True)
-def _share(count: Any, thread: Any, threads: Any) -> Any:
-    """Return the first of ``count`` that is not before a thread's share."""
-    return count * thread // threads
+def project_share(
+    thread: Any, f: Any, groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any,
+    scratch_bytes: Any, threads: Any, q: Any, k: Any, v: Any
+) -> None:  # fmt: skip
+    """Compute a thread's heads of q, k and v."""
+    hidden, dim = f[HIDDEN], f[DIM]
+    heads = f[HEADS] + 2 * f[KV_HEADS]
+    former = scratch + thread * scratch_bytes
+    pairs = former + _FORMER
+    c = pairs + groups * hidden * (_ROW // 2)
+    for group in range(groups):
+        norm_pairs(x + group * hidden * _ROW, hidden, f[IN_NORM], f[IN_EPS], pairs + group * hidden * (_ROW // 2))
+    tile_begin(f[CONFIG], former)
+    for head in range(share(heads, thread, threads), share(heads, thread + 1, threads)):
+        tile_product(
+            f[QKV] + head * dim * hidden * 2, hidden * 2, hidden // 32, pairs, hidden * (_ROW // 2), c,
+            dim * _ROW, dim // _TILE_ROWS, groups,
+        )  # fmt: skip
+        bias = f[QKV_BIAS] + head * dim * 2 if f[QKV_BIAS] else 0
+        if head < f[HEADS]:
+            norm, out, at, stride = f[Q_NORM], q, head, f[HEADS]
+        elif head < f[HEADS] + f[KV_HEADS]:
+            norm, out, at, stride = f[K_NORM], k, head - f[HEADS], f[KV_HEADS]
+        else:
+            norm, out, at, stride = 0, v, head - f[HEADS] - f[KV_HEADS], f[KV_HEADS]
+        for group in range(groups):
+            lanes = c + group * dim * _ROW
+            round_head(lanes, dim, bias, norm, f[HEAD_EPS])
+            if f[TURNS] and head < f[HEADS] + f[KV_HEADS]:
+                turn_head(lanes, cos + group * half * _ROW, sin + group * half * _ROW, half)
+            first = group * TOKENS
+            write_halves(
+                lanes, dim // _TILE_ROWS, min(TOKENS, tokens - first), out + (first * stride + at) * dim * 2,
+                stride * dim * 2,
+            )  # fmt: skip
+    tile_end(former)
 
 
 def _build_project(sources: str) -> Any:
@@ -187,42 +236,42 @@ def _build_project(sources: str) -> Any:
         f: Any, groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any, scratch_bytes: Any,
         threads: Any, q: Any, k: Any, v: Any
     ) -> None:  # fmt: skip
-        hidden, dim = f[HIDDEN], f[DIM]
-        heads = f[HEADS] + 2 * f[KV_HEADS] if sources else 0
-        for thread in prange(threads):
-            former = scratch + thread * scratch_bytes
-            pairs = former + _FORMER
-            c = pairs + groups * hidden * (_ROW // 2)
-            for group in range(groups):
-                norm_pairs(
-                    x + group * hidden * _ROW, hidden, f[IN_NORM], f[IN_EPS], pairs + group * hidden * (_ROW // 2)
-                )
-            tile_begin(f[CONFIG], former)
-            for head in range(_share(heads, thread, threads), _share(heads, thread + 1, threads)):
-                tile_product(
-                    f[QKV] + head * dim * hidden * 2, hidden * 2, hidden // 32, pairs, hidden * (_ROW // 2), c,
-                    dim * _ROW, dim // _TILE_ROWS, groups,
-                )  # fmt: skip
-                bias = f[QKV_BIAS] + head * dim * 2 if f[QKV_BIAS] else 0
-                if head < f[HEADS]:
-                    norm, out, at, stride = f[Q_NORM], q, head, f[HEADS]
-                elif head < f[HEADS] + f[KV_HEADS]:
-                    norm, out, at, stride = f[K_NORM], k, head - f[HEADS], f[KV_HEADS]
-                else:
-                    norm, out, at, stride = 0, v, head - f[HEADS] - f[KV_HEADS], f[KV_HEADS]
-                for group in range(groups):
-                    lanes = c + group * dim * _ROW
-                    round_head(lanes, dim, bias, norm, f[HEAD_EPS])
-                    if f[TURNS] and head < f[HEADS] + f[KV_HEADS]:
-                        turn_head(lanes, cos + group * half * _ROW, sin + group * half * _ROW, half)
-                    first = group * TOKENS
-                    write_halves(
-                        lanes, dim // _TILE_ROWS, min(TOKENS, tokens - first), out + (first * stride + at) * dim * 2,
-                        stride * dim * 2,
-                    )  # fmt: skip
-            tile_end(former)
+        count = threads if sources else 0
+        for thread in prange(count):
+            project_share(thread, f, groups, tokens, x, cos, sin, half, scratch, scratch_bytes, threads, q, k, v)
 
     return compiled(njit, project, parallel=True, nogil=True)
+
+
+@njit(nogil=True)
+def add_attention_share(
+    thread: Any, f: Any, groups: Any, tokens: Any, x: Any, scratch: Any, scratch_bytes: Any, threads: Any, attended: Any
+) -> None:  # fmt: skip
+    """Add a thread's rows of attention's output to the residual stream."""
+    hidden, width = f[HIDDEN], f[HEADS] * f[DIM]
+    tiles = hidden // _TILE_ROWS
+    former = scratch + thread * scratch_bytes
+    pairs = former + _FORMER
+    c = pairs + groups * width * (_ROW // 2)
+    for group in range(groups):
+        first = group * TOKENS
+        pack_rows(
+            attended + first * width * 2, min(TOKENS, tokens - first), width * 2,
+            pairs + group * width * (_ROW // 2),
+        )  # fmt: skip
+    tile_begin(f[CONFIG], former)
+    last = share(tiles, thread + 1, threads)
+    for tile in range(share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
+        count = min(_BLOCK // _TILE_ROWS, last - tile)
+        row = tile * _TILE_ROWS
+        tile_product(
+            f[OUT] + row * width * 2, width * 2, width // 32, pairs, width * (_ROW // 2), c, _BLOCK * _ROW,
+            count, groups,
+        )  # fmt: skip
+        bias = f[OUT_BIAS] + row * 2 if f[OUT_BIAS] else 0
+        for group in range(groups):
+            add_residual(c + group * _BLOCK * _ROW, bias, x + (group * hidden + row) * _ROW, count * _TILE_ROWS)
+    tile_end(former)
 
 
 def _build_add_attention(sources: str) -> Any:
@@ -231,33 +280,44 @@ def _build_add_attention(sources: str) -> Any:
     def add_attention(
         f: Any, groups: Any, tokens: Any, x: Any, scratch: Any, scratch_bytes: Any, threads: Any, attended: Any
     ) -> None:  # fmt: skip
-        hidden, width = f[HIDDEN], f[HEADS] * f[DIM]
-        tiles = hidden // _TILE_ROWS if sources else 0
-        for thread in prange(threads):
-            former = scratch + thread * scratch_bytes
-            pairs = former + _FORMER
-            c = pairs + groups * width * (_ROW // 2)
-            for group in range(groups):
-                first = group * TOKENS
-                pack_rows(
-                    attended + first * width * 2, min(TOKENS, tokens - first), width * 2,
-                    pairs + group * width * (_ROW // 2),
-                )  # fmt: skip
-            tile_begin(f[CONFIG], former)
-            last = _share(tiles, thread + 1, threads)
-            for tile in range(_share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
-                count = min(_BLOCK // _TILE_ROWS, last - tile)
-                row = tile * _TILE_ROWS
-                tile_product(
-                    f[OUT] + row * width * 2, width * 2, width // 32, pairs, width * (_ROW // 2), c, _BLOCK * _ROW,
-                    count, groups,
-                )  # fmt: skip
-                bias = f[OUT_BIAS] + row * 2 if f[OUT_BIAS] else 0
-                for group in range(groups):
-                    add_residual(c + group * _BLOCK * _ROW, bias, x + (group * hidden + row) * _ROW, count * _TILE_ROWS)
-            tile_end(former)
+        count = threads if sources else 0
+        for thread in prange(count):
+            add_attention_share(thread, f, groups, tokens, x, scratch, scratch_bytes, threads, attended)
 
     return compiled(njit, add_attention, parallel=True, nogil=True)
+
+
+@njit(nogil=True)
+def widen_share(
+    thread: Any, f: Any, groups: Any, x: Any, inner_pairs: Any, scratch: Any, scratch_bytes: Any, threads: Any
+) -> None:  # fmt: skip
+    """Compute a thread's rows of what goes into the last product of the MLP."""
+    hidden, inner = f[HIDDEN], f[INNER]
+    inner_tiles = inner // _TILE_ROWS
+    former = scratch + thread * scratch_bytes
+    pairs = former + _FORMER
+    c = pairs + groups * hidden * (_ROW // 2)
+    for group in range(groups):
+        norm_pairs(x + group * hidden * _ROW, hidden, f[MLP_NORM], f[MLP_EPS], pairs + group * hidden * (_ROW // 2))
+    tile_begin(f[CONFIG], former)
+    last = share(inner_tiles, thread + 1, threads)
+    for tile in range(share(inner_tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
+        count = min(_BLOCK // _TILE_ROWS, last - tile)
+        row = tile * _TILE_ROWS
+        for part in range(2):
+            tile_product(
+                f[GATE_UP] + (part * inner + row) * hidden * 2, hidden * 2, hidden // 32, pairs,
+                hidden * (_ROW // 2), c + part * _BLOCK * _ROW, 2 * _BLOCK * _ROW, count, groups,
+            )  # fmt: skip
+        bias = f[GATE_UP_BIAS] + row * 2 if f[GATE_UP_BIAS] else 0
+        up_bias = bias + inner * 2 if bias else 0
+        for group in range(groups):
+            lanes = c + group * 2 * _BLOCK * _ROW
+            pack_silu(
+                lanes, lanes + _BLOCK * _ROW, bias, up_bias, count * _TILE_ROWS,
+                inner_pairs + (group * inner + row) * (_ROW // 2),
+            )  # fmt: skip
+    tile_end(former)
 
 
 def _build_widen(sources: str) -> Any:
@@ -266,37 +326,35 @@ def _build_widen(sources: str) -> Any:
     def widen(
         f: Any, groups: Any, x: Any, inner_pairs: Any, scratch: Any, scratch_bytes: Any, threads: Any
     ) -> None:  # fmt: skip
-        hidden, inner = f[HIDDEN], f[INNER]
-        inner_tiles = inner // _TILE_ROWS if sources else 0
-        for thread in prange(threads):
-            former = scratch + thread * scratch_bytes
-            pairs = former + _FORMER
-            c = pairs + groups * hidden * (_ROW // 2)
-            for group in range(groups):
-                norm_pairs(
-                    x + group * hidden * _ROW, hidden, f[MLP_NORM], f[MLP_EPS], pairs + group * hidden * (_ROW // 2)
-                )
-            tile_begin(f[CONFIG], former)
-            last = _share(inner_tiles, thread + 1, threads)
-            for tile in range(_share(inner_tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
-                count = min(_BLOCK // _TILE_ROWS, last - tile)
-                row = tile * _TILE_ROWS
-                for part in range(2):
-                    tile_product(
-                        f[GATE_UP] + (part * inner + row) * hidden * 2, hidden * 2, hidden // 32, pairs,
-                        hidden * (_ROW // 2), c + part * _BLOCK * _ROW, 2 * _BLOCK * _ROW, count, groups,
-                    )  # fmt: skip
-                bias = f[GATE_UP_BIAS] + row * 2 if f[GATE_UP_BIAS] else 0
-                up_bias = bias + inner * 2 if bias else 0
-                for group in range(groups):
-                    lanes = c + group * 2 * _BLOCK * _ROW
-                    pack_silu(
-                        lanes, lanes + _BLOCK * _ROW, bias, up_bias, count * _TILE_ROWS,
-                        inner_pairs + (group * inner + row) * (_ROW // 2),
-                    )  # fmt: skip
-            tile_end(former)
+        count = threads if sources else 0
+        for thread in prange(count):
+            widen_share(thread, f, groups, x, inner_pairs, scratch, scratch_bytes, threads)
 
     return compiled(njit, widen, parallel=True, nogil=True)
+
+
+@njit(nogil=True)
+def add_mlp_share(
+    thread: Any, f: Any, groups: Any, x: Any, inner_pairs: Any, scratch: Any, scratch_bytes: Any, threads: Any
+) -> None:  # fmt: skip
+    """Add a thread's rows of the MLP's output to the residual stream."""
+    hidden, inner = f[HIDDEN], f[INNER]
+    tiles = hidden // _TILE_ROWS
+    former = scratch + thread * scratch_bytes
+    c = former + _FORMER
+    tile_begin(f[CONFIG], former)
+    last = share(tiles, thread + 1, threads)
+    for tile in range(share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
+        count = min(_BLOCK // _TILE_ROWS, last - tile)
+        row = tile * _TILE_ROWS
+        tile_product(
+            f[DOWN] + row * inner * 2, inner * 2, inner // 32, inner_pairs, inner * (_ROW // 2), c,
+            _BLOCK * _ROW, count, groups,
+        )  # fmt: skip
+        bias = f[DOWN_BIAS] + row * 2 if f[DOWN_BIAS] else 0
+        for group in range(groups):
+            add_residual(c + group * _BLOCK * _ROW, bias, x + (group * hidden + row) * _ROW, count * _TILE_ROWS)
+    tile_end(former)
 
 
 def _build_add_mlp(sources: str) -> Any:
@@ -305,24 +363,9 @@ def _build_add_mlp(sources: str) -> Any:
     def add_mlp(
         f: Any, groups: Any, x: Any, inner_pairs: Any, scratch: Any, scratch_bytes: Any, threads: Any
     ) -> None:  # fmt: skip
-        hidden, inner = f[HIDDEN], f[INNER]
-        tiles = hidden // _TILE_ROWS if sources else 0
-        for thread in prange(threads):
-            former = scratch + thread * scratch_bytes
-            c = former + _FORMER
-            tile_begin(f[CONFIG], former)
-            last = _share(tiles, thread + 1, threads)
-            for tile in range(_share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
-                count = min(_BLOCK // _TILE_ROWS, last - tile)
-                row = tile * _TILE_ROWS
-                tile_product(
-                    f[DOWN] + row * inner * 2, inner * 2, inner // 32, inner_pairs, inner * (_ROW // 2), c,
-                    _BLOCK * _ROW, count, groups,
-                )  # fmt: skip
-                bias = f[DOWN_BIAS] + row * 2 if f[DOWN_BIAS] else 0
-                for group in range(groups):
-                    add_residual(c + group * _BLOCK * _ROW, bias, x + (group * hidden + row) * _ROW, count * _TILE_ROWS)
-            tile_end(former)
+        count = threads if sources else 0
+        for thread in prange(count):
+            add_mlp_share(thread, f, groups, x, inner_pairs, scratch, scratch_bytes, threads)
 
     return compiled(njit, add_mlp, parallel=True, nogil=True)
 

@@ -20,7 +20,16 @@ from prefixkv.kernels.numba_amx import (
     tile_product,
     write_floats,
 )
-from prefixkv.kernels.numba_attend import _LOG2_E, _NO_SINKS, AttendPlan, _attend, item_functions
+from prefixkv.kernels.numba_attend import (
+    LOG2_E,
+    NO_SINKS,
+    AttendPlan,
+    attend_items,
+    item_functions,
+    merge_share,
+    num_prepared,
+    prepare_share,
+)
 from prefixkv.kernels.numba_build import compiled, sources_digest
 from prefixkv.kernels.numba_ir import read_cycles
 from prefixkv.kernels.numba_layer import (
@@ -32,17 +41,19 @@ from prefixkv.kernels.numba_layer import (
     HEADS,
     KV_HEADS,
     StepRoom,
-    _add_attention,
-    _add_mlp,
-    _project,
-    _share,
-    _widen,
+    add_attention_share,
+    add_mlp_share,
     float_bits_of,
+    project_share,
+    widen_share,
 )
 from prefixkv.kernels.numba_layout import LayerView
-from prefixkv.kernels.numba_store import _store_rows
+from prefixkv.kernels.numba_meet import all_came, meet, share
+from prefixkv.kernels.numba_store import store_share
 
 __all__ = ["run_head", "run_layers"]
+
+_NOT_MET = -1
 
 
 def run_layers(
@@ -56,7 +67,7 @@ def run_layers(
     scaling: Sequence[float],
     x: torch.Tensor,
     turn: tuple[torch.Tensor, torch.Tensor],
-) -> None:
+) -> bool:
     """Run all layers of a step: writes its rows to the pool and leaves the residual stream in ``room.stream``.
 
     Args:
@@ -71,6 +82,9 @@ def run_layers(
         x: [T, hidden] embeddings.
         turn: cos and sin, [T, half of the numbers that RoPE turns] each.
 
+    Returns:
+        Whether the threads met; if they did not, nothing is done but what was there in ``room``.
+
     Raises:
         IndexError: If a row lies outside the pool; the others are written.
     """
@@ -83,17 +97,21 @@ def run_layers(
     rooms = [plan.room(view, heads, prepares=functions[2] != 0) for plan in plans]
     attend_scratch, partial = rooms[0][0], max((partial for _, _, partial in rooms), key=lambda partial: partial.size)
     prepared = np.array([prepared for _, prepared, _ in rooms])
-    factors = np.array(scaling, np.float32) * np.float32(_LOG2_E)
-    refused = _run_layers(
+    factors = np.array(scaling, np.float32) * np.float32(LOG2_E)
+    next_work, refused = np.zeros(len(weights), np.int64), np.zeros(room.threads, np.int64)
+    _run_layers(
         weights, views, view.num_rows, slots.numpy(), np.stack([plan.fields for plan in plans]),
         np.stack([plan.tokens for plan in plans]), prepared, plan_of,
         factors, groups, tokens, room.stream.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], room.scratch,
         room.scratch_bytes, room.threads, room.q.data_ptr(), room.k.data_ptr(), room.v.data_ptr(),
         room.inner.data_ptr(), room.attended.data_ptr(), *functions, attend_scratch,
-        view.scratch_bytes, view.tile_bytes, partial, _NO_SINKS, room.cycles,
+        view.scratch_bytes, view.tile_bytes, partial, NO_SINKS, room.cycles, room.meeting, next_work, refused,
     )  # fmt: skip
-    if refused:
-        raise IndexError(f"{refused} of {tokens} rows lie outside the pool")
+    if _NOT_MET in refused:
+        return False
+    if refused.any():
+        raise IndexError(f"{refused.sum() // len(weights)} of {tokens} rows lie outside the pool")
+    return True
 
 
 def run_head(room: StepRoom, norm: torch.Tensor, eps: float, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -130,8 +148,8 @@ def _build_head(sources: str) -> Any:
             for group in range(groups):
                 norm_pairs(x + group * hidden * _ROW, hidden, norm, eps, pairs + group * hidden * (_ROW // 2))
             tile_begin(config, former)
-            last = _share(tiles, thread + 1, threads)
-            for tile in range(_share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
+            last = share(tiles, thread + 1, threads)
+            for tile in range(share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
                 count = min(_BLOCK // _TILE_ROWS, last - tile)
                 row = tile * _TILE_ROWS
                 tile_product(
@@ -150,11 +168,81 @@ def _build_head(sources: str) -> Any:
 
 
 @njit(nogil=True)
-def _count(cycles: Any, part: Any, began: Any) -> Any:
-    """Add to a part of :data:`PARTS` what has passed since ``began``; return now."""
+def _count(cycles: Any, thread: Any, part: Any, began: Any) -> Any:
+    """Add to a part of :data:`PARTS` what has passed since ``began`` in the first thread; return now."""
     now = read_cycles()
-    cycles[part] += now - began
+    if thread == 0:
+        cycles[part] += now - began
     return now
+
+
+@njit(nogil=True)
+def _attend_share(
+    thread: Any, threads: Any, met: Any, meeting: Any, decode_item: Any, chunk_item: Any, prepare: Any, f: Any,
+    plan: Any, tokens: Any, partial: Any, scratch: Any, prepared: Any, tile_bytes: Any, kv_heads: Any, heads: Any,
+    dim: Any, q: Any, factor: Any, sinks: Any, out: Any, next_work: Any
+) -> Any:  # fmt: skip
+    """Do a thread's part of one layer's attention; return how often all have met."""
+    count = num_prepared(prepare, plan, kv_heads)
+    if count > 0:
+        first, last = share(count, thread, threads), share(count, thread + 1, threads)
+        prepare_share(prepare, f, plan, scratch, prepared, tile_bytes, kv_heads, first, last)
+        met = meet(meeting, met, threads)
+    attend_items(
+        decode_item, chunk_item, prepare, f, plan, partial, scratch, prepared, tile_bytes, kv_heads, heads, q,
+        at.BF16, factor, np.float32(0.0), next_work,
+    )  # fmt: skip
+    met = meet(meeting, met, threads)
+    count = tokens.shape[0] * heads
+    first, last = share(count, thread, threads), share(count, thread + 1, threads)
+    merge_share(f, tokens, partial, heads, dim, sinks, out, at.BF16, first, last)
+    return met
+
+
+@njit(nogil=True)
+def _run_share(
+    thread: Any, weights: Any, views: Any, num_rows: Any, slots: Any, plans: Any, plan_tokens: Any, prepared: Any,
+    plan_of: Any, factors: Any, groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any,
+    scratch_bytes: Any, threads: Any, q: Any, k: Any, v: Any, inner_pairs: Any, attended: Any, decode_item: Any,
+    chunk_item: Any, prepare: Any, attend_scratch: Any, attend_bytes: Any, tile_bytes: Any, partial: Any, sinks: Any,
+    cycles: Any, meeting: Any, next_work: Any
+) -> Any:  # fmt: skip
+    """Do a thread's part of all layers; return how many rows it refused, or :data:`_NOT_MET`."""
+    if not all_came(meeting, threads):
+        return _NOT_MET
+    met = refused = 0
+    mine = attend_scratch + thread * attend_bytes
+    for layer in range(weights.shape[0]):
+        f, view = weights[layer], views[layer]
+        began = read_cycles()
+        project_share(thread, f, groups, tokens, x, cos, sin, half, scratch, scratch_bytes, threads, q, k, v)
+        met = meet(meeting, met, threads)
+        began = _count(cycles, thread, 0, began)
+        count = tokens * f[KV_HEADS]
+        refused += store_share(
+            view, num_rows, slots, k, at.BF16, v, at.BF16, share(count, thread, threads),
+            share(count, thread + 1, threads), scratch + thread * scratch_bytes,
+        )  # fmt: skip
+        met = meet(meeting, met, threads)
+        began = _count(cycles, thread, 1, began)
+        kind = plan_of[layer]
+        met = _attend_share(
+            thread, threads, met, meeting, decode_item, chunk_item, prepare, np.int64(view.ctypes.data), plans[kind],
+            plan_tokens[kind], partial, mine, prepared[kind], tile_bytes, f[KV_HEADS], f[HEADS], f[DIM], q,
+            factors[layer], sinks, attended, np.int64(next_work[layer:].ctypes.data),
+        )  # fmt: skip
+        met = meet(meeting, met, threads)
+        began = _count(cycles, thread, 2, began)
+        add_attention_share(thread, f, groups, tokens, x, scratch, scratch_bytes, threads, attended)
+        met = meet(meeting, met, threads)
+        began = _count(cycles, thread, 3, began)
+        widen_share(thread, f, groups, x, inner_pairs, scratch, scratch_bytes, threads)
+        met = meet(meeting, met, threads)
+        began = _count(cycles, thread, 4, began)
+        add_mlp_share(thread, f, groups, x, inner_pairs, scratch, scratch_bytes, threads)
+        met = meet(meeting, met, threads)
+        _count(cycles, thread, 5, began)
+    return refused
 
 
 def _build_layers(sources: str) -> Any:
@@ -164,32 +252,19 @@ def _build_layers(sources: str) -> Any:
         weights: Any, views: Any, num_rows: Any, slots: Any, plans: Any, plan_tokens: Any, prepared: Any, plan_of: Any,
         factors: Any, groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any, scratch_bytes: Any,
         threads: Any, q: Any, k: Any, v: Any, inner_pairs: Any, attended: Any, decode_item: Any, chunk_item: Any,
-        prepare: Any, attend_scratch: Any, attend_bytes: Any, tile_bytes: Any, partial: Any, sinks: Any, cycles: Any
-    ) -> Any:  # fmt: skip
-        refused = 0
-        for layer in range(weights.shape[0] if sources else 0):
-            f, view = weights[layer], views[layer]
-            began = read_cycles()
-            _project(f, groups, tokens, x, cos, sin, half, scratch, scratch_bytes, threads, q, k, v)
-            began = _count(cycles, 0, began)
-            refused += _store_rows(view, num_rows, slots, k, at.BF16, v, at.BF16)
-            began = _count(cycles, 1, began)
-            kind = plan_of[layer]
-            _attend(
-                decode_item, chunk_item, prepare, np.int64(view.ctypes.data), plans[kind], plan_tokens[kind], partial,
-                attend_scratch, attend_bytes, prepared[kind], tile_bytes, threads, f[KV_HEADS], f[HEADS], f[DIM], q,
-                at.BF16, factors[layer], np.float32(0.0), sinks, attended,
+        prepare: Any, attend_scratch: Any, attend_bytes: Any, tile_bytes: Any, partial: Any, sinks: Any, cycles: Any,
+        meeting: Any, next_work: Any, refused: Any
+    ) -> None:  # fmt: skip
+        count = threads if sources else 0
+        for thread in prange(count):
+            refused[thread] = _run_share(
+                thread, weights, views, num_rows, slots, plans, plan_tokens, prepared, plan_of, factors, groups,
+                tokens, x, cos, sin, half, scratch, scratch_bytes, threads, q, k, v, inner_pairs, attended,
+                decode_item, chunk_item, prepare, attend_scratch, attend_bytes, tile_bytes, partial, sinks, cycles,
+                meeting, next_work,
             )  # fmt: skip
-            began = _count(cycles, 2, began)
-            _add_attention(f, groups, tokens, x, scratch, scratch_bytes, threads, attended)
-            began = _count(cycles, 3, began)
-            _widen(f, groups, x, inner_pairs, scratch, scratch_bytes, threads)
-            began = _count(cycles, 4, began)
-            _add_mlp(f, groups, x, inner_pairs, scratch, scratch_bytes, threads)
-            _count(cycles, 5, began)
-        return refused
 
-    return compiled(njit, run_layers, nogil=True)
+    return compiled(njit, run_layers, parallel=True, nogil=True)
 
 
 _head = _build_head(sources_digest())

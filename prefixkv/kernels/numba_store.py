@@ -40,11 +40,11 @@ from prefixkv.kernels.numba_ir import (
 from prefixkv.kernels.numba_layout import LayerView
 from prefixkv.kernels.numba_queries import read_query, turn_row
 
-__all__ = ["cache_folder", "copy_rows", "describe_tensors", "store_rows"]
+__all__ = ["ROOM", "cache_folder", "copy_rows", "describe_tensors", "store_rows", "store_share"]
 
 _MOST_FP16 = 65504.0
 _HALVES = (torch.bfloat16, torch.float16)
-_ROOM = 8192
+ROOM = 8192
 """Bytes a thread needs: a row of 512 numbers as float32, and its codes."""
 
 
@@ -164,45 +164,59 @@ def _store_row(
         if turn > 1:
             turn_row(room, dim, turn)
     if mode == at.INT8:
-        codes = room + _ROOM // 2
+        codes = room + ROOM // 2
         _quantise_i8(room, -(-dim // LANES), codes, scales + index * 4)
         copy_bytes(dst, codes, dim)
     else:
         _quantise_i4(room, dim, groups, dst, scales + index * scale_bytes)
 
 
+@njit(nogil=True)
+def store_share(
+    f: Any, num_rows: Any, slots: Any, k: Any, k_mode: Any, v: Any, v_mode: Any, first: Any, last: Any, room: Any
+) -> Any:  # fmt: skip
+    """Write the rows of some of ``tokens * heads``, the heads of a token one behind the other; return what is refused.
+
+    That is, how many tokens of which the first head is among them lie outside the pool. ``room``: address of
+    :data:`ROOM` bytes.
+    """
+    heads, size = f[at.KV_HEADS], f[at.BLOCK]
+    k_row = f[at.K_DIM] * (4 if k_mode == at.F32 else 2)
+    v_row = f[at.V_DIM] * (4 if v_mode == at.F32 else 2)
+    refused = 0
+    for which in range(first, last):
+        token, head = which // heads, which % heads
+        if slots[token] < 0 or slots[token] >= num_rows:
+            refused += head == 0
+            continue
+        block = slots[token] // size
+        index = (block * heads + head) * size + slots[token] - block * size
+        away = f[at.K_OFFSETS]
+        if away != 0:
+            away += head * f[at.K_DIM] * 4
+        _store_row(
+            f[at.K_MODE], f[at.K_DIM], f[at.K_GROUPS], k + which * k_row, k_mode,
+            f[at.K_ROWS], f[at.K_BYTES], f[at.K_SCALES], f[at.K_SCALE_BYTES], index, f[at.K_TURN], away, room,
+        )  # fmt: skip
+        _store_row(
+            f[at.V_MODE], f[at.V_DIM], f[at.V_GROUPS], v + which * v_row, v_mode,
+            f[at.V_ROWS], f[at.V_BYTES], f[at.V_SCALES], f[at.V_SCALE_BYTES], index, f[at.V_TURN], 0, room,
+        )  # fmt: skip
+    return refused
+
+
 def _build(sources: str) -> Any:
     """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
 
     def store_rows(f: Any, num_rows: Any, slots: Any, k: Any, k_mode: Any, v: Any, v_mode: Any) -> Any:
-        heads, size = f[at.KV_HEADS], f[at.BLOCK]
-        k_row = f[at.K_DIM] * (4 if k_mode == at.F32 else 2)
-        v_row = f[at.V_DIM] * (4 if v_mode == at.F32 else 2)
+        heads = f[at.KV_HEADS]
         count = slots.shape[0] if sources else 0
         refused = 0
         for token in prange(count):
-            if slots[token] < 0 or slots[token] >= num_rows:
-                refused += 1
-                continue
-            scratch = np.empty(_ROOM, np.uint8)
-            room = scratch.ctypes.data
-            block = slots[token] // size
-            inside = slots[token] - block * size
-            for head in range(heads):
-                index = (block * heads + head) * size + inside
-                which = token * heads + head
-                away = f[at.K_OFFSETS]
-                if away != 0:
-                    away += head * f[at.K_DIM] * 4
-                _store_row(
-                    f[at.K_MODE], f[at.K_DIM], f[at.K_GROUPS], k + which * k_row, k_mode,
-                    f[at.K_ROWS], f[at.K_BYTES], f[at.K_SCALES], f[at.K_SCALE_BYTES], index, f[at.K_TURN], away,
-                    room,
-                )  # fmt: skip
-                _store_row(
-                    f[at.V_MODE], f[at.V_DIM], f[at.V_GROUPS], v + which * v_row, v_mode,
-                    f[at.V_ROWS], f[at.V_BYTES], f[at.V_SCALES], f[at.V_SCALE_BYTES], index, f[at.V_TURN], 0, room,
-                )  # fmt: skip
+            scratch = np.empty(ROOM, np.uint8)
+            refused += store_share(
+                f, num_rows, slots, k, k_mode, v, v_mode, token * heads, (token + 1) * heads, scratch.ctypes.data
+            )
             scratch[0] = 0  # keeps it alive until here
         return refused
 

@@ -3,11 +3,12 @@
 A decode step is bound by the bytes it reads: the weights once, and the rows of K and V. Between two layers Python alone
 would cost as much as a layer, not for what it does but because weights streaming by have pushed its memory out of the
 caches. So one call runs all layers. Where attention is more than one call, for heads in a better format than the
-pool's, layers are called one by one.
+pool's, or threads do not run at the same time, layers are called one by one.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from prefixkv.kernels.numba_layout import LayerView
 
 __all__ = ["MOST_TOKENS", "CompiledLayers", "refuse_layers"]
+
+logger = logging.getLogger("prefixkv.model")
 
 MOST_TOKENS = 1024
 """Tokens of a step beyond which what the tokens need leaves the caches, and torch's products are faster."""
@@ -73,6 +76,7 @@ class CompiledLayers:
         self._plan_of = np.array([self._windows.index(window) for window in shape.windows])
         self._scaling = [layer.scaling for layer in layers]
         self._room = self._new_room(64)
+        self._threads_meet = True
 
     def forward(
         self,
@@ -98,10 +102,8 @@ class CompiledLayers:
 
         if len(x) > len(self._room.q):
             self._room = self._new_room(len(x))
-        if storage.raised:
+        if storage.raised or not self._run_at_once(x, turn, batch.attention, storage):
             self._run_by_layer(x, turn, batch.attention, storage, backend)
-        else:
-            self._run_at_once(x, turn, batch.attention, storage)
         return run_head(self._room, self._norm.weight, self._norm.eps, self._head.weight, batch.logits_rows)
 
     def _new_room(self, tokens: int) -> StepRoom:
@@ -137,7 +139,10 @@ class CompiledLayers:
         turn: tuple[torch.Tensor, torch.Tensor],
         meta: AttentionMetadata,
         storage: KVStorage,
-    ) -> None:
+    ) -> bool:
+        """Return False, with nothing done, where threads do not run at the same time."""
+        if not self._threads_meet:
+            return False
         from prefixkv.attention.cpu_plan import plan_step
         from prefixkv.kernels.numba_step import run_layers
 
@@ -147,9 +152,12 @@ class CompiledLayers:
             plan_step(meta, seqs, window=window, group=self._group, block_size=block_size) for window in self._windows
         ]
         views, fields = self._views(storage)
-        run_layers(
+        self._threads_meet = run_layers(
             self._room, self._fields, fields, views[0], meta.slot_mapping, plans, self._plan_of, self._scaling, x, turn
         )
+        if not self._threads_meet:
+            logger.warning("the threads of a step do not run at the same time: steps go layer by layer from now on")
+        return self._threads_meet
 
     def _views(self, storage: KVStorage) -> tuple[list[LayerView], np.ndarray]:
         """Return how the kernels see the layers of a pool, and all their fields; made once per pool."""

@@ -11,6 +11,7 @@ pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
 from prefixkv.config import CacheConfig
 from prefixkv.kernels.numba_amx import refuse_amx
+from prefixkv.kernels.numba_build import use_threads
 from prefixkv.kernels.numba_layer import LayerWeights, StepRoom
 from prefixkv.kernels.numba_step import run_head
 from prefixkv.model.batch import Chunk
@@ -192,3 +193,21 @@ def test_the_demo_models_steps_are_compiled() -> None:
     runner = ModelRunner.build(loaded, CacheConfig(memory="16MiB"))
     assert runner.decoder == "compiled"
     runner.close()
+
+
+@needs_amx
+def test_steps_go_layer_by_layer_where_threads_do_not_run_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With more shares than threads one thread would wait for another that never comes."""
+    runner = runner_of("llama", kv_format="int8")
+    step = [Chunk(random_ids(9), 0, [5], True), Chunk(random_ids(33, 1), 0, [3, 1, 2], True)]
+    want = runner.execute(step)
+    assert runner._fused is not None
+    few = runner._fused._few
+    assert few is not None
+    monkeypatch.setattr("prefixkv.kernels.numba_layer.use_threads", lambda: use_threads() + 1)
+    few._room = few._new_room(64)
+    for _ in range(2):
+        assert torch.equal(runner.execute(step), want)
+    assert caplog.text.count("layer by layer") == 1
