@@ -116,8 +116,11 @@ def measure(engine: Engine, options: argparse.Namespace, rng: random.Random) -> 
             difference = 0.0
             for sign in rng.sample((1, -1), 2):
                 secret = texts.new()
+                # Both are made in both cases and before: what differs between the two must be the text alone, and the
+                # engine's thread, which ends its step meanwhile, feels any work that is done here.
+                guess, other = texts.new(secret, share), texts.new()
+                probe = guess if sign > 0 else other
                 first_token_ms(engine, secret, VICTIM)
-                probe = texts.new(secret, share) if sign > 0 else texts.new()
                 difference += sign * first_token_ms(engine, probe, PROBERS[name])
             found[name, share].append(difference)
         if sys.stderr.isatty() or (pair + 1) % 100 == 0:

@@ -1,4 +1,4 @@
-"""The owner of block ids and of the index: match, open, reserve, commit, close, pin, purge.
+"""The owner of block ids and of the index: match, open, reserve, commit, close, pin.
 
 Only the engine thread calls it. It never touches a tensor: what must happen to rows is handed out by
 :meth:`KVCacheManager.take_ops`, in an order that must be kept, before the next forward.
@@ -16,7 +16,7 @@ from prefixkv.cache.ghosts import GhostsByPart
 from prefixkv.cache.index import BlockIndex, Node
 from prefixkv.cache.keys import ScopeKey, ScopeKeys
 from prefixkv.cache.pool import BlockPool
-from prefixkv.cache.retire import evict, retire
+from prefixkv.cache.retire import evict
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.cache.shares import Shares, no_floors
 from prefixkv.cache.table import BlockOp, CopyRows, PrefixMatch, SequenceBlocks, ZeroBlocks, merged
@@ -218,17 +218,33 @@ class KVCacheManager:
         for block_id in reversed(blocks.block_table):
             self._drop(block_id)
 
-    # -- pins, purge -----------------------------------------------------------------------------------------------
+    # -- pins ------------------------------------------------------------------------------------------------------
 
     def pin(self, token_ids: Sequence[int], scopes: ScopeMap) -> int:
         """Keep the committed blocks of these tokens until :meth:`unpin`; return the pin's id."""
-        match = self.match(token_ids, scopes, limit=len(token_ids))
-        nodes = (*match.nodes, match.partial) if match.partial else match.nodes
+        match, last = self.match(token_ids, scopes, limit=len(token_ids)), scopes.scope_at(len(token_ids) - 1)
+        nodes = [*match.nodes, *([match.partial] if match.partial else ())]
         for node in nodes:
             self._acquire(node)
+        if match.partial and match.partial.scope == last:
+            nodes[-1] = self._without_more(last, match.partial, match.partial_rows)
         pin, self._next_pin = self._next_pin, self._next_pin + 1
-        self.pins[pin] = nodes
+        self.pins[pin] = tuple(nodes)
         return pin
+
+    def _without_more(self, scope: Scope, node: Node, rows: int) -> Node:
+        """Return, in place of a block that is held, one of its first rows and no more, now and later.
+
+        What is published stays, and what a user wrote behind it must not. Only in a full pool the block itself stays.
+        """
+        growing = {blocks.tail for blocks in self.sequences.values()}
+        parent, tokens = node.parent or self.index.root, node.tokens[:rows]
+        exact = (node, self.index.find(node.scope_key, parent, tokens))
+        own = next((other for other in exact if other and other.tokens == tokens and other not in growing), None)
+        own = own or self._copy(scope, parent, tokens, node.block_id) or node
+        self._acquire(own)
+        self._drop(node.block_id)
+        return own
 
     def unpin(self, pin: int) -> None:
         """Let pinned blocks fall idle."""
@@ -236,30 +252,9 @@ class KVCacheManager:
             self._drop(node.block_id)
             self.expiry.unpinned(node)
 
-    def num_pinned(self, tenant: str | None = None) -> int:
-        """Return how many blocks pins hold (only those of ``tenant``, if given)."""
-        return sum(1 for node in self.pinned_nodes() if tenant is None or self.pool.owner(node.block_id) == tenant)
-
     def pinned_nodes(self) -> set[Node]:
         """Return the blocks that pins hold."""
         return {node for nodes in self.pins.values() for node in nodes}
-
-    def purge(self, tenant: str | None, user: str | None, session: str | None) -> tuple[int, int]:
-        """Destroy every block of an identity and begin a new key generation; return blocks and tokens destroyed.
-
-        Its sequences must be closed before. Without any filter the public scope goes as well.
-        """
-        doomed = {node: node.scope for node in self.index if node.scope and node.scope.is_within(tenant, user, session)}
-        for pin in [pin for pin, nodes in self.pins.items() if not doomed.keys().isdisjoint(nodes)]:
-            self.unpin(pin)
-        self.keys.bump(tenant, user, session)
-        retire(self, doomed)  # descendants are never wider than their parents, so whole subtrees are doomed
-        self.expiry.drop_gone()
-        for scope in dict.fromkeys(doomed.values()):
-            self.ghosts.of(scope.tenant).purged(self.keys.key(scope))
-        return len(doomed), sum(len(node.tokens) for node in doomed)
-
-    # -- the rest --------------------------------------------------------------------------------------------------
 
     def take_ops(self) -> list[BlockOp]:
         """Hand out the row work noted since the last call; it must be done in order, before the next forward."""
@@ -342,13 +337,18 @@ class KVCacheManager:
             keys = [key for key, level in blocks.reach.items() if level <= scope.level]
             if self.index.longest_overlap(keys, parent, tokens[:rows])[1] == rows:
                 continue
-            block_id = self._allocate(scope.tenant) if self.num_available(scope.tenant) else None
-            if block_id is None:
+            if self._copy(scope, parent, tokens[:rows], blocks.block_table[place]) is None:
                 break
-            self._ops.append(CopyRows(blocks.block_table[place], block_id, rows))
-            self._insert(scope, parent, tokens[:rows], block_id)
-            self._drop(block_id)
         return blocks.scopes.scope_at(end - 1)
+
+    def _copy(self, scope: Scope, parent: Node, tokens: tuple[int, ...], source: int) -> Node | None:
+        """Store the first rows of a block in another one, which falls idle; None if there is no room for it."""
+        if not self.num_available(scope.tenant) or (block_id := self._allocate(scope.tenant)) is None:
+            return None
+        self._ops.append(CopyRows(source, block_id, len(tokens)))
+        node = self._insert(scope, parent, tokens, block_id)
+        self._drop(block_id)
+        return node
 
     def _insert(self, scope: Scope, parent: Node, tokens: tuple[int, ...], block_id: int) -> Node:
         key = self.keys.key(scope)

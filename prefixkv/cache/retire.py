@@ -12,7 +12,7 @@ from prefixkv.scope import Scope
 if TYPE_CHECKING:
     from prefixkv.cache.manager import KVCacheManager
 
-__all__ = ["demote_scope", "destroy_scopes", "discard", "evict", "expire", "retire", "shrink"]
+__all__ = ["demote_scope", "destroy_scopes", "discard", "evict", "expire", "purge", "retire", "shrink"]
 
 
 def expire(manager: KVCacheManager) -> int:
@@ -36,6 +36,24 @@ def demote_scope(manager: KVCacheManager, scope: Scope) -> int:
     for node in sorted(nodes, key=lambda node: node.depth):
         manager.idle.demote(node)
     return len(nodes)
+
+
+def purge(
+    manager: KVCacheManager, tenant: str | None, user: str | None = None, session: str | None = None
+) -> tuple[int, int]:
+    """Destroy every block of an identity and begin a new key generation; return blocks and tokens destroyed.
+
+    Its sequences must be closed before. Without any filter the public scope goes as well.
+    """
+    doomed = {node: node.scope for node in manager.index if node.scope and node.scope.is_within(tenant, user, session)}
+    for pin in [pin for pin, nodes in manager.pins.items() if not doomed.keys().isdisjoint(nodes)]:
+        manager.unpin(pin)
+    manager.keys.bump(tenant, user, session)
+    retire(manager, doomed)  # descendants are never wider than their parents, so whole subtrees are doomed
+    manager.expiry.drop_gone()
+    for scope in dict.fromkeys(doomed.values()):
+        manager.ghosts.of(scope.tenant).purged(manager.keys.key(scope))
+    return len(doomed), sum(len(node.tokens) for node in doomed)
 
 
 def discard(manager: KVCacheManager, token_ids: Sequence[int], scopes: ScopeMap) -> None:

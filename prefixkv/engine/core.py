@@ -12,7 +12,7 @@ import torch
 
 from prefixkv.cache.keys import ScopeKeys
 from prefixkv.cache.manager import KVCacheManager
-from prefixkv.cache.retire import demote_scope, destroy_scopes, discard, expire, shrink
+from prefixkv.cache.retire import demote_scope, destroy_scopes, discard, expire, purge, shrink
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.cache.table import CopyRows
 from prefixkv.chat.explain import CacheReport, build_report
@@ -282,8 +282,8 @@ class EngineCore:
 
     def _finish_publication(self, request: LiveRequest, reply: Reply) -> None:
         seq = reply.seq
+        self._release(reply)  # before: then there is room for a block of its own
         pin = self.manager.pin(seq.token_ids, seq.scopes)
-        self._release(reply)
         # Counted by tenant: a number that all share would tell how much others publish.
         self._num_published[seq.tenant] += 1
         handle = f"pub-{self._num_published[seq.tenant]}" + ("" if seq.tenant is None else f"@{seq.tenant}")
@@ -305,7 +305,7 @@ class EngineCore:
         for request in doomed:
             self.abort(request)
         self.recall.forget(tenant, user, session)
-        blocks, tokens = self.manager.purge(tenant, user, session)
+        blocks, tokens = purge(self.manager, tenant, user, session)
         self._publications = {k: v for k, v in self._publications.items() if v in self.manager.pins}
         self._run_ops()
         return PurgeReceipt(blocks, tokens, blocks * self.runner.spec.bytes_per_block, len(doomed))

@@ -235,7 +235,7 @@ class Limits:
             rooms.append(_Room(max(0, manager.pool.num_blocks - kept), shared, None, "the pool has for it"))
         ceiling = self._tenants.ceiling_blocks(seq.tenant) if seq.tenant is not None else None
         if ceiling is not None:
-            left = ceiling - manager.num_pinned(seq.tenant)
+            left = ceiling - sum(manager.pool.owner(node.block_id) == seq.tenant for node in pinned)
             left -= sum(self._most_blocks(other) for other in coming if other.tenant == seq.tenant)
             rooms.append(_Room(max(0, left), shared, seq.tenant, "its tenant may hold"))
         return rooms

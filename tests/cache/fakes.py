@@ -117,8 +117,9 @@ class Pool:
         """Compute, pin, and return the pin."""
         scopes = ScopeMap.for_publication(tenant)
         seq_id = self.start(token_ids, scopes)
-        pin = self.manager.pin(token_ids, scopes)
         self.close(seq_id, token_ids, len(token_ids))
+        pin = self.manager.pin(token_ids, scopes)
+        self.carry_out()
         return pin
 
     def num_cached(self, token_ids: Sequence[int], scopes: ScopeMap) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from prefixkv.cache.keys import ScopeKeys
 from prefixkv.cache.manager import KVCacheManager
 from prefixkv.cache.pool import BlockPool
+from prefixkv.cache.retire import purge
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.scope import Scope
 from tests.cache.fakes import REQUEST, Row
@@ -130,7 +131,7 @@ class WatchedManager(KVCacheManager):
 
     def purge(self, tenant, user, session):  # type: ignore[no-untyped-def]
         self.oracle.purge(tenant, user, session)
-        receipt = super().purge(tenant, user, session)
+        receipt = purge(self, tenant, user, session)
         assert not [node for node in self.index if node.scope and node.scope.is_within(tenant, user, session)]
         return receipt
 

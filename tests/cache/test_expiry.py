@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prefixkv.cache.index import Node
-from prefixkv.cache.retire import destroy_scopes, expire
+from prefixkv.cache.retire import destroy_scopes, expire, purge
 from prefixkv.lifetime import Lifetime
 from prefixkv.scope import Scope, ScopeLevel
 from tests.cache.fakes import CHAT, SESSION, TENANT, Pool, scopes_of, text
@@ -156,7 +156,7 @@ def test_what_is_destroyed_on_demand_leaves_no_tokens_behind(how: str) -> None:
     gone = {node.tokens for node in pool.manager.index if node.scope and node.scope.tenant == "a"}
     assert len(gone) == 4
     if how == "purge":
-        pool.manager.purge("a", None, None)
+        purge(pool.manager, "a", None, None)
     else:
         destroy_scopes(pool.manager, Scope(SESSION, "a", "u", "s").__eq__)
     gc.collect()

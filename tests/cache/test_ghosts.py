@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prefixkv.cache.ghosts import Ghosts
 from prefixkv.cache.index import Node
 from prefixkv.cache.keys import ScopeKey, ScopeKeys, block_key
+from prefixkv.cache.retire import purge
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.cache.table import PrefixMatch
 from prefixkv.scope import Scope, ScopeLevel
@@ -115,7 +116,7 @@ def test_a_purged_scope_is_told_so_until_it_stores_again() -> None:
     pool = Pool()
     scopes = scopes_of("a")
     pool.remember(text(12), scopes)
-    pool.manager.purge("a", "u", "s")
+    purge(pool.manager, "a", "u", "s")
     pool.carry_out()
     assert why(pool, text(12), scopes) == "purged"
     assert why(pool, text(12, seed=3), scopes) == "purged", "not even keys are kept of what it was"
@@ -128,7 +129,7 @@ def test_others_hear_nothing_of_a_purge(purged: tuple[str | None, str | None, st
     pool = Pool()
     pool.remember(text(12), scopes_of("a"))
     pool.remember(text(12), scopes_of("b", "v", "t"))
-    pool.manager.purge(*purged)
+    purge(pool.manager, *purged)
     pool.carry_out()
     assert why(pool, text(12), scopes_of("a")) == "purged"
     for stranger in (scopes_of("c"), scopes_of("a", "u", "t"), scopes_of("a", "v", "s")):
@@ -138,7 +139,7 @@ def test_others_hear_nothing_of_a_purge(purged: tuple[str | None, str | None, st
 
 def test_a_scope_that_stored_nothing_has_nothing_purged() -> None:
     pool = Pool()
-    pool.manager.purge("a", None, None)
+    purge(pool.manager, "a", None, None)
     assert why(pool, text(12), scopes_of("a")) is None
 
 
@@ -147,7 +148,7 @@ def test_what_was_evicted_before_a_purge_is_forgotten_with_it() -> None:
     scopes = scopes_of("a")
     pool.remember(text(12), scopes)
     fill(pool)
-    pool.manager.purge("a", None, None)
+    purge(pool.manager, "a", None, None)
     pool.carry_out()
     assert why(pool, text(12), scopes) is None
 
@@ -156,7 +157,7 @@ def test_the_tenants_shared_text_is_not_purged_with_one_conversation() -> None:
     pool = Pool()
     scopes = scopes_of("a", spans=CHAT)
     pool.remember(text(12), scopes)
-    pool.manager.purge("a", "u", "s")
+    purge(pool.manager, "a", "u", "s")
     pool.carry_out()
     assert pool.num_cached(text(12), scopes) == 6
     assert why(pool, text(12), scopes) == "purged"
@@ -234,7 +235,7 @@ def test_what_a_tenant_is_told_does_not_depend_on_what_others_sent(
             elif action == "fill":
                 fill(pool)
             else:
-                pool.manager.purge(tenant, None, None)
+                purge(pool.manager, tenant, None, None)
                 pool.carry_out()
         prompt = text(length, seed=seed)
         scopes = scopes_of("a", spans=((0, TENANT), (5, SESSION)))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.cache.table import CopyRows, ZeroBlocks
+from prefixkv.scope import ScopeLevel
 from tests.cache.fakes import Pool, prefixes, scopes_of, text
 
 
@@ -142,3 +143,28 @@ def test_rows_that_were_not_kept_are_cleared() -> None:
     assert pool.manager.pool.num_free == 32
     assert pool.num_cached(text(10), scopes_of("a")) == 0
     pool.check()
+
+
+@pytest.mark.parametrize("length", [7, 8, 12])
+def test_what_is_pinned_holds_nothing_that_a_user_wrote_behind_it(length: int) -> None:
+    pool = Pool()
+    scopes = scopes_of("a", spans=((0, ScopeLevel.TENANT),))
+    pool.remember(text(length), scopes)
+    pin = pool.manager.pin(text(6), ScopeMap.for_publication("a"))
+    pool.carry_out()
+    pool.check()
+    assert [len(node.tokens) for node in pool.manager.pins[pin]] == [4, 2]
+    tail = pool.manager.pins[pin][-1]
+    assert pool.storage.read([tail.block_id], 4) == [*prefixes(text(6))[4:], None, None]
+
+
+def test_what_is_pinned_does_not_grow_with_whom_it_was_pinned_from() -> None:
+    pool = Pool()
+    scopes = scopes_of("a", spans=((0, ScopeLevel.TENANT),))
+    user = pool.start(text(6), scopes, room=8)
+    pin = pool.manager.pin(text(6), ScopeMap.for_publication("a"))
+    pool.compute(user, text(7), 6, 7)
+    pool.close(user, text(7), 7)
+    pool.check()
+    assert [len(node.tokens) for node in pool.manager.pins[pin]] == [4, 2]
+    assert pool.num_cached(text(9), scopes) == 7

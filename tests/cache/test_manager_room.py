@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixkv.cache.retire import demote_scope
+from prefixkv.cache.retire import demote_scope, purge
 from prefixkv.cache.scopes import ScopeMap
 from prefixkv.scope import Scope
 from tests.cache.fakes import CHAT, SESSION, Pool, everywhere, scopes_of, text
@@ -193,7 +193,7 @@ def test_a_purge_takes_an_identity_and_nothing_else(
     for tenant in ("a", "b"):
         pool.remember(text(12), scopes_of(tenant, spans=CHAT))
     held = len(pool.manager.index)
-    blocks, tokens = pool.manager.purge(*identity)
+    blocks, tokens = purge(pool.manager, *identity)
     pool.carry_out()
     pool.check()
     assert {t: n for t in ("a", "b") if (n := pool.num_cached(text(12), scopes_of(t, spans=CHAT)))} == left
@@ -204,7 +204,7 @@ def test_a_purge_takes_an_identity_and_nothing_else(
 def test_purged_rows_are_overwritten() -> None:
     pool = Pool()
     pool.remember(text(12), scopes_of("a", spans=CHAT))
-    pool.manager.purge("a", None, None)
+    purge(pool.manager, "a", None, None)
     pool.carry_out()
     assert not any(row for rows in pool.storage.blocks for row in rows)
 
@@ -212,7 +212,7 @@ def test_purged_rows_are_overwritten() -> None:
 def test_a_purge_of_everything_takes_public_text_and_its_pins() -> None:
     pool = Pool()
     pool.publish(text(6))
-    pool.manager.purge(None, None, None)
+    purge(pool.manager, None, None, None)
     pool.carry_out()
     assert pool.manager.pins == {}
     assert pool.manager.pool.num_free == 32
@@ -223,7 +223,7 @@ def test_a_purged_tenant_loses_its_publications_not_the_public_ones_below() -> N
     pool = Pool()
     public = pool.publish(text(4))
     own = pool.publish(text(8), "a")
-    pool.manager.purge("a", None, None)
+    purge(pool.manager, "a", None, None)
     pool.carry_out()
     assert set(pool.manager.pins) == {public}
     assert own not in pool.manager.pins
@@ -238,7 +238,7 @@ def test_a_tenant_starts_anew_after_a_purge() -> None:
         assert pool.remember(text(12), scopes) == 0
         assert pool.num_cached(text(12), scopes) == 11
         keys = {pool.manager.keys.key(scope) for scope in scopes.scopes}
-        pool.manager.purge("a", None, None)
+        purge(pool.manager, "a", None, None)
         assert keys.isdisjoint(pool.manager.keys.key(scope) for scope in scopes.scopes), "a missed block could be found"
         pool.carry_out()
         pool.check()

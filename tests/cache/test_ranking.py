@@ -7,6 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixkv.cache.retire import purge
 from prefixkv.cache.shares import Shares
 from tests.cache.fakes import Pool, scopes_of, text
 
@@ -41,7 +42,7 @@ def test_the_victim_is_the_one_that_asking_all_would_find(
         if seed % 5 == 0:
             floors = data.draw(st.sampled_from(rules))
         if seed == 7:
-            pool.manager.purge(tenant, None, None)
+            purge(pool.manager, tenant, None, None)
         pool.remember(text(4 * blocks, seed), scopes_of(tenant))
         for asker in (*TENANTS, None):
             assert shares.victim(asker) in most_over(shares, pool, floors, asker)[1]

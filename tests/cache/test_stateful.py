@@ -133,14 +133,18 @@ class Serving(Machine):
     def blocks_of(self, seq: Seq) -> int:
         return self.manager.blocks_for(max(seq.num_prompt_tokens, seq.max_tokens_total - 1))
 
+    def num_pinned(self, tenant: str) -> int:
+        pinned = self.manager.pinned_nodes()
+        return sum(self.manager.pool.owner(node.block_id) == tenant for node in pinned)
+
     def room(self, tenant: str | None) -> int:
         """Blocks that a tenant can count on when all that is published or will be is pinned."""
         room = self.manager.pool.num_blocks
         coming = [seq for seq in self.loop.live if not seq.generates]
-        left = room - self.manager.num_pinned() - sum(map(self.blocks_of, coming))
+        left = room - len(self.manager.pinned_nodes()) - sum(map(self.blocks_of, coming))
         if tenant is not None and tenant in self.ceilings:
             own = sum(self.blocks_of(seq) for seq in coming if seq.tenant == tenant)
-            left = min(left, self.ceilings[tenant] - self.manager.num_pinned(tenant) - own)
+            left = min(left, self.ceilings[tenant] - self.num_pinned(tenant) - own)
         return left
 
     @rule(

@@ -138,8 +138,8 @@ class Loop:
         if seq.num_pending_tokens:
             return
         if not seq.generates:
-            self.pins[self.manager.pin(seq.token_ids, seq.scopes)] = seq
             self.scheduler.finish(seq)
+            self.pins[self.manager.pin(seq.token_ids, seq.scopes)] = seq
             return
         rows = self.pool.storage.read(self.manager.block_table(seq.seq_id), seq.num_computed_tokens)
         seq.token_ids.append(next_token(rows[-1] or ()))
