@@ -78,30 +78,26 @@ def parts_ms(engine: Engine, chunks: list[Chunk], repeats: int) -> dict[str, flo
     from prefixkv.kernels import numba_step
     from prefixkv.kernels.numba_layer import PARTS
 
-    seconds = {"layers": 0.0, "head": 0.0}
+    seconds = 0.0
+    original = numba_step._run_step
 
-    def timed(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def wrapper(*args: Any) -> Any:
-            started = time.perf_counter()
-            result = call(*args)
-            seconds[name] += time.perf_counter() - started
-            return result
+    def timed(*args: Any) -> None:
+        nonlocal seconds
+        started = time.perf_counter()
+        original(*args)
+        seconds += time.perf_counter() - started
 
-        return wrapper
-
-    originals = numba_step._run_layers, numba_step._head
-    numba_step._run_layers, numba_step._head = timed(originals[0], "layers"), timed(originals[1], "head")
+    numba_step._run_step = timed
     compiled._room.cycles[:] = 0
     try:
         for _ in range(repeats):
             runner.execute(chunks)
     finally:
-        numba_step._run_layers, numba_step._head = originals
+        numba_step._run_step = original
     cycles = compiled._room.cycles
-    share = seconds["layers"] / repeats * 1000 / cycles.sum()
+    share = seconds / repeats * 1000 / cycles.sum()
     found.update({f"  {name}": float(count * share) for name, count in zip(PARTS, cycles, strict=True)})
-    found["  head"] = seconds["head"] / repeats * 1000
-    found["  Python of the step"] = found["forward"] - (seconds["layers"] + seconds["head"]) / repeats * 1000
+    found["  Python of the step"] = found["forward"] - seconds / repeats * 1000
     return found
 
 

@@ -49,8 +49,8 @@ __all__ = [
     CONFIG, NUM_FIELDS,
 ) = range(23)  # fmt: skip
 
-PARTS = ("qkv", "writing rows", "attention", "out", "gate and up", "down")
-"""What a layer consists of, in order; :attr:`StepRoom.cycles` counts each."""
+PARTS = ("qkv", "writing rows", "attention", "out", "gate and up", "down", "head")
+"""What layers consist of, in order, and the head; :attr:`StepRoom.cycles` counts each."""
 
 _ROW = TOKENS * 4
 _TILE_ROWS = 16
@@ -132,10 +132,11 @@ class StepRoom:
         self.scratch_bytes = _FORMER + max(ROOM, groups * (widest * _ROW // 2 + max(dim, 2 * _BLOCK) * _ROW))
         self._scratch = torch.zeros(self.threads * self.scratch_bytes + 64, dtype=torch.uint8)
         self.scratch = -(-self._scratch.data_ptr() // 64) * 64
-        self._meeting = torch.zeros(MEETING_BYTES + 64, dtype=torch.uint8)
-        self.meeting = -(-self._meeting.data_ptr() // 64) * 64
+        self._meeting = np.zeros(MEETING_BYTES + 64, np.uint8)
+        self.meeting = -(-self._meeting.ctypes.data // 64) * 64
         self.hidden, self.groups = hidden, groups
-        self.stream = torch.zeros(groups, hidden, TOKENS)
+        self.stream, self.picked = torch.zeros(2, groups, hidden, TOKENS)
+        self.cos, self.sin = torch.zeros(2, groups, dim // 2, TOKENS)
         self.inner = torch.zeros(groups * inner // 2 * TOKENS, dtype=torch.int32)
         self.q = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16)
         self.k, self.v = torch.zeros(2, tokens, kv_heads, dim, dtype=torch.bfloat16)
@@ -144,9 +145,13 @@ class StepRoom:
 
     def begin(self, x: torch.Tensor) -> None:
         """Take embeddings [T, hidden] as the residual stream."""
-        self._meeting.zero_()
         lanes = self.lanes(x)
         self.stream[: len(lanes)] = lanes
+
+    def let_meet(self) -> int:
+        """Return where the threads of the next region can meet."""
+        self._meeting.fill(0)
+        return self.meeting
 
     @staticmethod
     def lanes(x: torch.Tensor) -> torch.Tensor:

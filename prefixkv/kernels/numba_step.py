@@ -1,4 +1,4 @@
-"""All layers of a step of few tokens in one compiled function, and the head."""
+"""A whole step of few tokens, from ids to logits, in one compiled function."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ from prefixkv.kernels.numba_attend import (
     prepare_share,
 )
 from prefixkv.kernels.numba_build import compiled, sources_digest
-from prefixkv.kernels.numba_ir import read_cycles
+from prefixkv.kernels.numba_halves import load_number
+from prefixkv.kernels.numba_ir import load_f32, read_cycles, store_f32
 from prefixkv.kernels.numba_layer import (
     _BLOCK,
     _FORMER,
     _ROW,
     _TILE_ROWS,
+    CONFIG,
     DIM,
     HEADS,
     KV_HEADS,
@@ -51,12 +53,12 @@ from prefixkv.kernels.numba_layout import LayerView
 from prefixkv.kernels.numba_meet import all_came, meet, share
 from prefixkv.kernels.numba_store import store_share
 
-__all__ = ["run_head", "run_layers"]
+__all__ = ["Head", "run_head", "run_step"]
 
 _NOT_MET = -1
 
 
-def run_layers(
+def run_step(
     room: StepRoom,
     weights: np.ndarray,
     views: np.ndarray,
@@ -65,10 +67,12 @@ def run_layers(
     plans: Sequence[AttendPlan],
     plan_of: np.ndarray,
     scaling: Sequence[float],
-    x: torch.Tensor,
-    turn: tuple[torch.Tensor, torch.Tensor],
-) -> bool:
-    """Run all layers of a step: writes its rows to the pool and leaves the residual stream in ``room.stream``.
+    tokens: tuple[torch.Tensor, np.ndarray],
+    turn: tuple[torch.Tensor, torch.Tensor, np.ndarray],
+    head: Head,
+    rows: np.ndarray,
+) -> torch.Tensor | None:
+    """Run a whole step, from ids to logits; writes its rows to the pool.
 
     Args:
         room: For at least T tokens.
@@ -79,19 +83,22 @@ def run_layers(
         plans: Who attends to which rows, one plan for each kind of layer.
         plan_of: [L] int64 which of them is a layer's.
         scaling: [L] factor of each layer's scores.
-        x: [T, hidden] embeddings.
-        turn: cos and sin, [T, half of the numbers that RoPE turns] each.
+        tokens: [V, hidden] embeddings and [T] int64, which of them.
+        turn: cos and sin, [P, half of the numbers that RoPE turns] each, and [T] int64, which rows of them.
+        head: Of the model.
+        rows: [R] int64 tokens whose logits are wanted.
 
     Returns:
-        Whether the threads met; if they did not, nothing is done but what was there in ``room``.
+        [R, V] float32, rounded to bfloat16 as the model's are; None, and nothing is done, if the threads do not run at
+        the same time.
 
     Raises:
-        IndexError: If a row lies outside the pool; the others are written.
+        IndexError: If a row lies outside the pool, or an id beyond the embeddings; other rows are written.
     """
-    tokens = len(x)
-    groups = -(-tokens // TOKENS)
-    room.begin(x)
-    cos, sin = room.lanes(turn[0]), room.lanes(turn[1])
+    embeddings, ids = tokens
+    cos, sin, positions = turn
+    if ids.min() < 0 or ids.max() >= len(embeddings):
+        raise IndexError(f"ids from {ids.min()} to {ids.max()} for {len(embeddings)} embeddings")
     heads = room.q.shape[1]
     functions = item_functions(view, torch.bfloat16, None)
     rooms = [plan.room(view, heads, prepares=functions[2] != 0) for plan in plans]
@@ -99,72 +106,123 @@ def run_layers(
     prepared = np.array([prepared for _, prepared, _ in rooms])
     factors = np.array(scaling, np.float32) * np.float32(LOG2_E)
     next_work, refused = np.zeros(len(weights), np.int64), np.zeros(room.threads, np.int64)
-    _run_layers(
+    logits = torch.empty(len(rows), len(head.weight))
+    _run_step(
         weights, views, view.num_rows, slots.numpy(), np.stack([plan.fields for plan in plans]),
-        np.stack([plan.tokens for plan in plans]), prepared, plan_of,
-        factors, groups, tokens, room.stream.data_ptr(), cos.data_ptr(), sin.data_ptr(), cos.shape[1], room.scratch,
-        room.scratch_bytes, room.threads, room.q.data_ptr(), room.k.data_ptr(), room.v.data_ptr(),
-        room.inner.data_ptr(), room.attended.data_ptr(), *functions, attend_scratch,
-        view.scratch_bytes, view.tile_bytes, partial, NO_SINKS, room.cycles, room.meeting, next_work, refused,
+        np.stack([plan.tokens for plan in plans]), prepared, plan_of, factors, ids, embeddings.data_ptr(), positions,
+        at.MODES[cos.dtype], cos.data_ptr(), sin.data_ptr(), cos.shape[1], room.stream.data_ptr(), room.cos.data_ptr(),
+        room.sin.data_ptr(), room.scratch, room.scratch_bytes, room.threads, room.q.data_ptr(), room.k.data_ptr(),
+        room.v.data_ptr(), room.inner.data_ptr(), room.attended.data_ptr(), *functions, attend_scratch,
+        view.scratch_bytes, view.tile_bytes, partial, NO_SINKS, room.cycles, room.let_meet(), next_work, refused, rows,
+        room.picked.data_ptr(), head.fields, logits.data_ptr(),
     )  # fmt: skip
     if _NOT_MET in refused:
-        return False
+        return None
     if refused.any():
-        raise IndexError(f"{refused.sum() // len(weights)} of {tokens} rows lie outside the pool")
-    return True
+        raise IndexError(f"{refused.sum() // len(weights)} of {len(ids)} rows lie outside the pool")
+    return logits
 
 
-def run_head(room: StepRoom, norm: torch.Tensor, eps: float, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+class Head:
+    """Where the last norm and the head lie. Keeps the tensors alive."""
+
+    def __init__(self, norm: torch.Tensor, eps: float, weight: torch.Tensor) -> None:
+        """Read the addresses.
+
+        Args:
+            norm: [hidden] weight of the last norm, bfloat16.
+            eps: Of that norm.
+            weight: [V, hidden] bfloat16.
+        """
+        self.norm, self.weight = norm, weight
+        self.fields = np.array([norm.data_ptr(), float_bits_of(eps), weight.data_ptr(), *weight.shape])
+
+
+def run_head(room: StepRoom, head: Head, rows: np.ndarray) -> torch.Tensor:
     """Return logits [R, V] float32, rounded to bfloat16 as the model's are, of the tokens ``rows`` [R].
 
     Args:
         room: With the residual stream of a step.
-        norm: [hidden] weight of the last norm.
-        eps: Of that norm.
-        weight: [V, hidden].
+        head: Of the model.
         rows: int64.
     """
-    logits = torch.empty(len(rows), weight.shape[0])
-    picked = room.lanes(room.stream[rows // TOKENS, :, rows % TOKENS])
+    logits = torch.empty(len(rows), len(head.weight))
     _head(
-        norm.data_ptr(), float_bits_of(eps), weight.data_ptr(), weight.shape[0], room.hidden, len(rows),
-        picked.data_ptr(), room.scratch, room.scratch_bytes, room.threads, TILE_CONFIG, logits.data_ptr(),
+        head.fields, len(rows), rows, room.stream.data_ptr(), room.picked.data_ptr(), room.scratch,
+        room.scratch_bytes, room.threads, TILE_CONFIG, logits.data_ptr(),
     )  # fmt: skip
     return logits
+
+
+@njit(nogil=True)
+def _take_rows(mode: Any, table: Any, width: Any, rows: Any, out: Any, thread: Any, threads: Any) -> None:
+    """Write a thread's share of the lanes of some rows of a table [n, width], as float32; zeros behind the last row."""
+    count = -(-rows.shape[0] // TOKENS) * width
+    for place in range(share(count, thread, threads), share(count, thread + 1, threads)):
+        first, number = place // width * TOKENS, place % width
+        for lane in range(TOKENS):
+            value = np.float32(0.0)
+            if first + lane < rows.shape[0]:
+                value = load_number(mode, table, rows[first + lane] * width + number)
+            store_f32(out + (place * TOKENS + lane) * 4, value)
+
+
+@njit(nogil=True)
+def _pick_lanes(stream: Any, hidden: Any, rows: Any, out: Any, thread: Any, threads: Any) -> None:
+    """Write a thread's share of the lanes of some tokens of the residual stream, side by side."""
+    count = -(-rows.shape[0] // TOKENS) * hidden
+    for place in range(share(count, thread, threads), share(count, thread + 1, threads)):
+        first, number = place // hidden * TOKENS, place % hidden
+        for lane in range(TOKENS):
+            value = np.float32(0.0)
+            if first + lane < rows.shape[0]:
+                token = rows[first + lane]
+                value = load_f32(stream + ((token // TOKENS * hidden + number) * TOKENS + token % TOKENS) * 4)
+            store_f32(out + (place * TOKENS + lane) * 4, value)
+
+
+@njit(nogil=True)
+def _head_share(
+    thread: Any, head: Any, tokens: Any, x: Any, scratch: Any, scratch_bytes: Any, threads: Any, config: Any,
+    logits: Any
+) -> None:  # fmt: skip
+    """Compute a thread's rows of the head for the lanes of some tokens."""
+    norm, eps, weight, vocab, hidden = head[0], head[1], head[2], head[3], head[4]
+    tiles, groups = vocab // _TILE_ROWS, -(-tokens // TOKENS)
+    former = scratch + thread * scratch_bytes
+    pairs = former + _FORMER
+    c = pairs + groups * hidden * (_ROW // 2)
+    for group in range(groups):
+        norm_pairs(x + group * hidden * _ROW, hidden, norm, eps, pairs + group * hidden * (_ROW // 2))
+    tile_begin(config, former)
+    last = share(tiles, thread + 1, threads)
+    for tile in range(share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
+        count = min(_BLOCK // _TILE_ROWS, last - tile)
+        row = tile * _TILE_ROWS
+        tile_product(
+            weight + row * hidden * 2, hidden * 2, hidden // 32, pairs, hidden * (_ROW // 2), c, _BLOCK * _ROW, count,
+            groups,
+        )  # fmt: skip
+        for group in range(groups):
+            lanes, first = c + group * _BLOCK * _ROW, group * TOKENS
+            round_head(lanes, count * _TILE_ROWS, 0, 0, 0)
+            write_floats(lanes, count, min(TOKENS, tokens - first), logits + (first * vocab + row) * 4, vocab * 4)
+    tile_end(former)
 
 
 def _build_head(sources: str) -> Any:
     """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
 
-    def head(
-        norm: Any, eps: Any, weight: Any, vocab: Any, hidden: Any, tokens: Any, x: Any, scratch: Any,
-        scratch_bytes: Any, threads: Any, config: Any, logits: Any
+    def run_head(
+        head: Any, tokens: Any, rows: Any, stream: Any, picked: Any, scratch: Any, scratch_bytes: Any, threads: Any,
+        config: Any, logits: Any
     ) -> None:  # fmt: skip
-        tiles, groups = vocab // _TILE_ROWS if sources else 0, -(-tokens // TOKENS)
-        for thread in prange(threads):
-            former = scratch + thread * scratch_bytes
-            pairs = former + _FORMER
-            c = pairs + groups * hidden * (_ROW // 2)
-            for group in range(groups):
-                norm_pairs(x + group * hidden * _ROW, hidden, norm, eps, pairs + group * hidden * (_ROW // 2))
-            tile_begin(config, former)
-            last = share(tiles, thread + 1, threads)
-            for tile in range(share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
-                count = min(_BLOCK // _TILE_ROWS, last - tile)
-                row = tile * _TILE_ROWS
-                tile_product(
-                    weight + row * hidden * 2, hidden * 2, hidden // 32, pairs, hidden * (_ROW // 2), c, _BLOCK * _ROW,
-                    count, groups,
-                )  # fmt: skip
-                for group in range(groups):
-                    lanes, first = c + group * _BLOCK * _ROW, group * TOKENS
-                    round_head(lanes, count * _TILE_ROWS, 0, 0, 0)
-                    write_floats(
-                        lanes, count, min(TOKENS, tokens - first), logits + (first * vocab + row) * 4, vocab * 4
-                    )
-            tile_end(former)
+        _pick_lanes(stream, head[4], rows, picked, 0, 1)
+        count = threads if sources else 0
+        for thread in prange(count):
+            _head_share(thread, head, tokens, picked, scratch, scratch_bytes, threads, config, logits)
 
-    return compiled(njit, head, parallel=True, nogil=True)
+    return compiled(njit, run_head, parallel=True, nogil=True)
 
 
 @njit(nogil=True)
@@ -202,16 +260,22 @@ def _attend_share(
 @njit(nogil=True)
 def _run_share(
     thread: Any, weights: Any, views: Any, num_rows: Any, slots: Any, plans: Any, plan_tokens: Any, prepared: Any,
-    plan_of: Any, factors: Any, groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any,
-    scratch_bytes: Any, threads: Any, q: Any, k: Any, v: Any, inner_pairs: Any, attended: Any, decode_item: Any,
-    chunk_item: Any, prepare: Any, attend_scratch: Any, attend_bytes: Any, tile_bytes: Any, partial: Any, sinks: Any,
-    cycles: Any, meeting: Any, next_work: Any
+    plan_of: Any, factors: Any, ids: Any, embeddings: Any, positions: Any, turn_mode: Any, all_cos: Any, all_sin: Any,
+    half: Any, x: Any, cos: Any, sin: Any, scratch: Any, scratch_bytes: Any, threads: Any, q: Any, k: Any, v: Any,
+    inner_pairs: Any, attended: Any, decode_item: Any, chunk_item: Any, prepare: Any, attend_scratch: Any,
+    attend_bytes: Any, tile_bytes: Any, partial: Any, sinks: Any, cycles: Any, meeting: Any, next_work: Any, rows: Any,
+    picked: Any, head: Any, logits: Any
 ) -> Any:  # fmt: skip
-    """Do a thread's part of all layers; return how many rows it refused, or :data:`_NOT_MET`."""
+    """Do a thread's part of a step; return how many rows it refused, or :data:`_NOT_MET`."""
     if not all_came(meeting, threads):
         return _NOT_MET
     met = refused = 0
-    mine = attend_scratch + thread * attend_bytes
+    tokens = ids.shape[0]
+    groups, mine = -(-tokens // TOKENS), attend_scratch + thread * attend_bytes
+    _take_rows(at.BF16, embeddings, head[4], ids, x, thread, threads)
+    _take_rows(turn_mode, all_cos, half, positions, cos, thread, threads)
+    _take_rows(turn_mode, all_sin, half, positions, sin, thread, threads)
+    met = meet(meeting, met, threads)
     for layer in range(weights.shape[0]):
         f, view = weights[layer], views[layer]
         began = read_cycles()
@@ -242,30 +306,36 @@ def _run_share(
         add_mlp_share(thread, f, groups, x, inner_pairs, scratch, scratch_bytes, threads)
         met = meet(meeting, met, threads)
         _count(cycles, thread, 5, began)
+    began = read_cycles()
+    _pick_lanes(x, head[4], rows, picked, thread, threads)
+    met = meet(meeting, met, threads)
+    _head_share(thread, head, rows.shape[0], picked, scratch, scratch_bytes, threads, weights[0, CONFIG], logits)
+    _count(cycles, thread, 6, began)
     return refused
 
 
-def _build_layers(sources: str) -> Any:
+def _build_step(sources: str) -> Any:
     """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
 
-    def run_layers(
+    def run_step(
         weights: Any, views: Any, num_rows: Any, slots: Any, plans: Any, plan_tokens: Any, prepared: Any, plan_of: Any,
-        factors: Any, groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any, scratch_bytes: Any,
-        threads: Any, q: Any, k: Any, v: Any, inner_pairs: Any, attended: Any, decode_item: Any, chunk_item: Any,
-        prepare: Any, attend_scratch: Any, attend_bytes: Any, tile_bytes: Any, partial: Any, sinks: Any, cycles: Any,
-        meeting: Any, next_work: Any, refused: Any
+        factors: Any, ids: Any, embeddings: Any, positions: Any, turn_mode: Any, all_cos: Any, all_sin: Any, half: Any,
+        x: Any, cos: Any, sin: Any, scratch: Any, scratch_bytes: Any, threads: Any, q: Any, k: Any, v: Any,
+        inner_pairs: Any, attended: Any, decode_item: Any, chunk_item: Any, prepare: Any, attend_scratch: Any,
+        attend_bytes: Any, tile_bytes: Any, partial: Any, sinks: Any, cycles: Any, meeting: Any, next_work: Any,
+        refused: Any, rows: Any, picked: Any, head: Any, logits: Any
     ) -> None:  # fmt: skip
         count = threads if sources else 0
         for thread in prange(count):
             refused[thread] = _run_share(
-                thread, weights, views, num_rows, slots, plans, plan_tokens, prepared, plan_of, factors, groups,
-                tokens, x, cos, sin, half, scratch, scratch_bytes, threads, q, k, v, inner_pairs, attended,
-                decode_item, chunk_item, prepare, attend_scratch, attend_bytes, tile_bytes, partial, sinks, cycles,
-                meeting, next_work,
+                thread, weights, views, num_rows, slots, plans, plan_tokens, prepared, plan_of, factors, ids,
+                embeddings, positions, turn_mode, all_cos, all_sin, half, x, cos, sin, scratch, scratch_bytes, threads,
+                q, k, v, inner_pairs, attended, decode_item, chunk_item, prepare, attend_scratch, attend_bytes,
+                tile_bytes, partial, sinks, cycles, meeting, next_work, rows, picked, head, logits,
             )  # fmt: skip
 
-    return compiled(njit, run_layers, parallel=True, nogil=True)
+    return compiled(njit, run_step, parallel=True, nogil=True)
 
 
 _head = _build_head(sources_digest())
-_run_layers = _build_layers(sources_digest())
+_run_step = _build_step(sources_digest())

@@ -218,7 +218,7 @@ def _call_all() -> None:
     from prefixkv.kernels.numba_gather import gather_rows
     from prefixkv.kernels.numba_layer import LayerWeights, StepRoom
     from prefixkv.kernels.numba_layout import view_layer
-    from prefixkv.kernels.numba_step import run_head, run_layers
+    from prefixkv.kernels.numba_step import Head, run_head, run_step
     from prefixkv.kernels.numba_store import copy_rows, describe_tensors, store_rows
 
     rows = torch.zeros(1, 1, 32, 32, dtype=torch.bfloat16)
@@ -247,9 +247,9 @@ def _call_all() -> None:
             mlp_norm=square[0], gate_up=square[: 2 * inner], gate_up_bias=None, down=square[:width], down_bias=None,
         )  # fmt: skip
         room = StepRoom(layer, 1)
-        turn = square[:1, : width // 2], square[:1, : width // 2]
-        run_layers(
-            room, layer.fields[None], view.fields[None], view, torch.tensor([0]), [plan], np.array([0]), [1.0],
-            square[:1], turn,
+        first, turn, head = np.array([0]), square[:1, : width // 2], Head(square[0], 1e-5, square[:width])
+        run_step(
+            room, layer.fields[None], view.fields[None], view, torch.tensor([0]), [plan], first, [1.0],
+            (square, first), (turn, turn, first), head, first,
         )  # fmt: skip
-        run_head(room, square[0], 1e-5, square[:width], torch.tensor([0]))
+        run_head(room, head, first)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 
 from prefixkv.attention.base import AttentionMetadata
@@ -79,11 +81,16 @@ class ForwardBatch:
             rows = [end - 1 for chunk, end in zip(chunks, bounds[1:], strict=True) if chunk.needs_logits]
         attention = _plan(chunks, bounds, block_size, device)
         return cls(
-            input_ids=torch.tensor([ids], dtype=torch.int64, device=device),
+            input_ids=_tensor([ids], np.int64, device),
             position_ids=attention.positions[None],
-            logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            logits_rows=_tensor(rows, np.int64, device),
             attention=attention,
         )
+
+
+def _tensor(numbers: Sequence[Any], dtype: type[np.signedinteger[Any]], device: torch.device) -> torch.Tensor:
+    """Return the same as ``torch.tensor``, in half the time."""
+    return torch.from_numpy(np.array(numbers, dtype)).to(device)
 
 
 def _end(chunk: Chunk) -> int:
@@ -121,10 +128,10 @@ def _plan(chunks: Sequence[Chunk], bounds: Sequence[int], block_size: int, devic
         positions_host=tuple(positions),
         visible_host=visible,
         block_tables_host=tuple(tables),
-        cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
-        block_table=torch.tensor(padded, dtype=torch.int32, device=device),
-        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        visible_tokens=torch.tensor(visible, dtype=torch.int64, device=device),
+        cu_seqlens_q=_tensor(bounds, np.int32, device),
+        seq_lens=_tensor(kv_lens, np.int32, device),
+        block_table=_tensor(padded, np.int32, device),
+        slot_mapping=_tensor(slots, np.int64, device),
+        positions=_tensor(positions, np.int64, device),
+        visible_tokens=_tensor(visible, np.int64, device),
     )

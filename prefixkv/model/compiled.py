@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 
-from prefixkv.attention.base import AttentionBackend, AttentionMetadata
+from prefixkv.attention.base import AttentionBackend
 from prefixkv.kv.storage import KVStorage
 from prefixkv.kv.views import layer_view
 from prefixkv.model.batch import ForwardBatch
 from prefixkv.model.inspect import ModelShape
 from prefixkv.model.layers import DecoderLayer, Norm, same
+from prefixkv.model.rope import Rope, Turn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,11 +39,11 @@ MOST_TOKENS = 1024
 _TILE_ROWS, _TILE_COLUMNS = 16, 32
 
 
-def refuse_layers(layers: Sequence[DecoderLayer], shape: ModelShape, head: Any) -> str | None:
+def refuse_layers(layers: Sequence[DecoderLayer], shape: ModelShape, embeddings: torch.Tensor, head: Any) -> str | None:
     """Return None if the kernels can run these layers here, else why not; changes nothing."""
     from prefixkv.kernels.numba_amx import refuse_amx
 
-    if head.weight.device.type != "cpu" or head.weight.dtype != torch.bfloat16:
+    if any(x.device.type != "cpu" or x.dtype != torch.bfloat16 for x in (embeddings, head.weight)):
         return "they compute bfloat16 on a CPU"
     for layer, spec in zip(layers, shape.layers, strict=True):
         if layer.norms[1] is not same or layer.norms[3] is not same:
@@ -63,13 +65,19 @@ def refuse_layers(layers: Sequence[DecoderLayer], shape: ModelShape, head: Any) 
 class CompiledLayers:
     """All layers and the head, as the kernels see them. The engine thread uses it, one step at a time."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], shape: ModelShape, norm: Norm, head: Any) -> None:
+    def __init__(
+        self, layers: Sequence[DecoderLayer], shape: ModelShape, embeddings: torch.Tensor, rope: Rope, norm: Norm,
+        head: Any
+    ) -> None:  # fmt: skip
         """Read where the weights lie; :func:`refuse_layers` has to be None."""
         import numpy as np
 
+        from prefixkv.kernels.numba_step import Head
+
         self._weights = [_weights(layer, shape, index) for index, layer in enumerate(layers)]
         self._fields = np.stack([weights.fields for weights in self._weights])
-        self._norm, self._head = norm, head
+        self._embeddings, self._rope = embeddings, rope
+        self._head = Head(norm.weight, norm.eps, head.weight)
         self._group = shape.num_heads[0] // shape.layers[0].num_kv_heads
         self._all_windows = shape.windows
         self._windows = list(dict.fromkeys(shape.windows))
@@ -78,33 +86,27 @@ class CompiledLayers:
         self._room = self._new_room(64)
         self._threads_meet = True
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
-        batch: ForwardBatch,
-        storage: KVStorage,
-        backend: AttentionBackend,
-    ) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, storage: KVStorage, backend: AttentionBackend) -> torch.Tensor:
         """Compute one step; writes its rows to the pool.
 
         Args:
-            x: [T, hidden] embeddings, at most :data:`MOST_TOKENS`.
-            turn: cos and sin, [T, half of the numbers that RoPE turns] each.
-            batch: The step.
+            batch: The step, at most :data:`MOST_TOKENS`.
             storage: The pool.
             backend: Attends where heads are in a better format.
 
         Returns:
             [R, V] float32 logits of the rows the batch asks for.
         """
-        from prefixkv.kernels.numba_step import run_head
-
-        if len(x) > len(self._room.q):
-            self._room = self._new_room(len(x))
-        if storage.raised or not self._run_at_once(x, turn, batch.attention, storage):
-            self._run_by_layer(x, turn, batch.attention, storage, backend)
-        return run_head(self._room, self._norm.weight, self._norm.eps, self._head.weight, batch.logits_rows)
+        if batch.input_ids.shape[1] > len(self._room.q):
+            self._room = self._new_room(batch.input_ids.shape[1])
+        turn = self._rope.rows(self._embeddings, batch.position_ids, max(batch.attention.positions_host))
+        if not storage.raised and self._threads_meet:
+            logits = self._run_at_once(batch, turn, storage)
+            if logits is not None:
+                return logits
+            self._threads_meet = False
+            logger.warning("the threads of a step do not run at the same time: steps go layer by layer from now on")
+        return self._run_by_layer(batch, turn, storage, backend)
 
     def _new_room(self, tokens: int) -> StepRoom:
         from prefixkv.kernels.numba_layer import StepRoom
@@ -112,18 +114,16 @@ class CompiledLayers:
         return StepRoom(self._weights[0], tokens)
 
     def _run_by_layer(
-        self,
-        x: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
-        meta: AttentionMetadata,
-        storage: KVStorage,
-        backend: AttentionBackend,
-    ) -> None:
+        self, batch: ForwardBatch, turn: Turn, storage: KVStorage, backend: AttentionBackend
+    ) -> torch.Tensor:
         from prefixkv.kernels.numba_layer import finish_layer, project
+        from prefixkv.kernels.numba_step import run_head
 
-        room = self._room
+        x = functional.embedding(batch.input_ids[0], self._embeddings)
+        room, meta = self._room, batch.attention
         room.begin(x)
-        lanes = room.lanes(turn[0]), room.lanes(turn[1])
+        cos, sin, rows = turn
+        lanes = room.lanes(cos[rows]), room.lanes(sin[rows])
         for index, weights in enumerate(self._weights):
             q, k, v = project(room, weights.fields, len(x), lanes)
             storage.write(index, meta.slot_mapping, k, v)
@@ -132,32 +132,25 @@ class CompiledLayers:
                 index, q, storage, meta, scaling=self._scaling[index], window=window, softcap=None, sinks=None
             )
             finish_layer(room, weights.fields, attended)
+        return run_head(room, self._head, batch.logits_rows.numpy())
 
-    def _run_at_once(
-        self,
-        x: torch.Tensor,
-        turn: tuple[torch.Tensor, torch.Tensor],
-        meta: AttentionMetadata,
-        storage: KVStorage,
-    ) -> bool:
-        """Return False, with nothing done, where threads do not run at the same time."""
-        if not self._threads_meet:
-            return False
+    def _run_at_once(self, batch: ForwardBatch, turn: Turn, storage: KVStorage) -> torch.Tensor | None:
+        """Return None, with nothing done, where threads do not run at the same time."""
         from prefixkv.attention.cpu_plan import plan_step
-        from prefixkv.kernels.numba_step import run_layers
+        from prefixkv.kernels.numba_step import run_step
 
-        block_size = storage.spec.block_size
+        meta, block_size = batch.attention, storage.spec.block_size
         seqs = range(len(meta.query_lens))
         plans = [
             plan_step(meta, seqs, window=window, group=self._group, block_size=block_size) for window in self._windows
         ]
         views, fields = self._views(storage)
-        self._threads_meet = run_layers(
-            self._room, self._fields, fields, views[0], meta.slot_mapping, plans, self._plan_of, self._scaling, x, turn
-        )
-        if not self._threads_meet:
-            logger.warning("the threads of a step do not run at the same time: steps go layer by layer from now on")
-        return self._threads_meet
+        cos, sin, rows = turn
+        return run_step(
+            self._room, self._fields, fields, views[0], meta.slot_mapping, plans, self._plan_of, self._scaling,
+            (self._embeddings, batch.input_ids[0].numpy()), (cos, sin, rows.numpy()), self._head,
+            batch.logits_rows.numpy(),
+        )  # fmt: skip
 
     def _views(self, storage: KVStorage) -> tuple[list[LayerView], np.ndarray]:
         """Return how the kernels see the layers of a pool, and all their fields; made once per pool."""

@@ -28,6 +28,7 @@ from prefixkv.model.changes import Snapshot
 from prefixkv.model.compiled import MOST_TOKENS, CompiledLayers, refuse_layers
 from prefixkv.model.inspect import ModelShape
 from prefixkv.model.layers import DecoderLayer, Linear, Norm, same
+from prefixkv.model.rope import Rope
 
 __all__ = ["FusedDecoder", "NotFusable", "reserve_pages"]
 
@@ -61,7 +62,7 @@ class FusedDecoder:
         _move_to_large_pages(inner, self._head, arena)
         self._few: CompiledLayers | None = None
         self._embedding: nn.Embedding = inner.embed_tokens
-        self._rope = _Rope(inner.rotary_emb)
+        self._rope = Rope(inner.rotary_emb)
         self._norm = _norm(inner.norm)
         self._shape = shape
         self._layers = [_read_layer(layer) for layer in inner.layers]
@@ -72,8 +73,10 @@ class FusedDecoder:
 
         The kernels have to be ready: :mod:`prefixkv.kernels.readiness`.
         """
-        reason = refuse_layers(self._layers, self._shape, self._head)
-        self._few = None if reason else CompiledLayers(self._layers, self._shape, self._norm, self._head)
+        embeddings = self._embedding.weight
+        reason = refuse_layers(self._layers, self._shape, embeddings, self._head)
+        if reason is None:
+            self._few = CompiledLayers(self._layers, self._shape, embeddings, self._rope, self._norm, self._head)
         return reason
 
     def use_torch(self) -> None:
@@ -95,11 +98,11 @@ class FusedDecoder:
         Returns:
             [R, V] logits of the rows the batch asks for, in the model's dtype.
         """
+        if self._few is not None and batch.input_ids.shape[1] <= MOST_TOKENS:
+            return self._few.forward(batch, storage, backend)
         x = functional.embedding(batch.input_ids[0], self._embedding.weight)  # [T, hidden]
         meta = batch.attention
         cos, sin = self._rope(x, batch.position_ids, max(meta.positions_host))  # [T, rotated / 2]
-        if self._few is not None and len(x) <= MOST_TOKENS:
-            return self._few.forward(x, (cos, sin), batch, storage, backend)
         turn = cos[:, None], sin[:, None]
         for index, layer in enumerate(self._layers):
             spec = self._shape.layers[index]
@@ -142,40 +145,6 @@ class FusedDecoder:
         if layer.rotates:
             both = _rotate(both, *turn)
         return both[:, :num_heads], both[:, num_heads:], v
-
-
-class _Rope:
-    """The model's cos and sin, from a table where they depend on the position alone."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._is_fixed = getattr(module, "rope_type", None) in ("default", "linear", "llama3", "yarn")
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin [T, R/2], what RoPE turns R numbers of a head by.
-
-        Args:
-            x: Any tensor of the model's dtype and device.
-            positions: [1, T].
-            last: The largest of them.
-        """
-        if not self._is_fixed:
-            return self._compute(x, positions)
-        if self._table is None or len(self._table[0]) <= last:
-            every = torch.arange(max(_ROPE_TABLE, 2 * last), device=x.device)[None]
-            self._table = self._compute(x, every)
-        cos, sin = self._table
-        return cos[positions[0]], sin[positions[0]]
-
-    def _compute(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self._module(x[None], positions)
-        half = cos.shape[-1] // 2
-        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
-
-
-_ROPE_TABLE = 4096
-"""Positions that the table begins with; it doubles."""
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

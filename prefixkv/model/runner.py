@@ -132,9 +132,10 @@ class ModelRunner:
     @property
     def decoder(self) -> str:
         """``"compiled"``, ``"fused"`` or ``"stock"``: what runs the layers of a decode step."""
-        if self._fused is None or not self._fused.is_current():
+        fused = self._current_fused()
+        if fused is None:
             return "stock"
-        return "compiled" if self._fused.uses_kernels else "fused"
+        return "compiled" if fused.uses_kernels else "fused"
 
     @property
     def format(self) -> str:
@@ -165,21 +166,26 @@ class ModelRunner:
         """
         if self._awaits_backend and not readiness.is_waiting():
             self._change_backend()
-        if not self._stock_is_proved and self.decoder == "stock":  # the model was changed since
+        fused = self._current_fused()
+        if fused is None and not self._stock_is_proved:  # the model was changed since
             self._prove_stock()
         batch = ForwardBatch.build(
             chunks, block_size=self.spec.block_size, num_blocks=self.num_blocks, device=self.storage.device
         )
-        return self._forward(batch, self.storage)
+        return self._forward(batch, self.storage, fused)
 
     def close(self) -> None:
         """Give the model back to its owner; the pool's memory goes with this object."""
         self._attachment.detach()
 
-    def _forward(self, batch: ForwardBatch, storage: KVStorage) -> torch.Tensor:
-        if self._fused is not None and self._fused.is_current():
+    def _current_fused(self) -> FusedDecoder | None:
+        """Return the fused decoder if it may run: to look takes as long as a small layer, so a step looks once."""
+        return self._fused if self._fused is not None and self._fused.is_current() else None
+
+    def _forward(self, batch: ForwardBatch, storage: KVStorage, fused: FusedDecoder | None) -> torch.Tensor:
+        if fused is not None:
             with torch.inference_mode():
-                return self._fused.forward(batch, storage, self._backend).float()
+                return fused.forward(batch, storage, self._backend).float()
         step = PoolStep(storage, self._backend, batch.attention, self._shape.windows)
         options: dict[str, Any] = {"use_cache": False, "return_dict": True}
         if self._shape.keeps_logits:
@@ -314,7 +320,7 @@ class ModelRunner:
             batch = ForwardBatch.build(
                 chunks, block_size=block_size, num_blocks=len(ids), device=storage.device, all_logits=True
             )
-            logits = self._forward(batch, storage).cpu()
+            logits = self._forward(batch, storage, self._current_fused()).cpu()
             row = 0
             for i, s, e in spans:
                 rows[i].append(logits[row : row + e - s])

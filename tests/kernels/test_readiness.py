@@ -339,6 +339,6 @@ def test_no_kernel_is_compiled_for_a_second_signature() -> None:
             assert isinstance(runner.storage, KVStorage)
             runner.close()
     layer = (numba_layer._project, numba_layer._add_attention, numba_layer._widen, numba_layer._add_mlp)
-    step = (numba_step._run_layers, numba_step._head)
+    step = (numba_step._run_step, numba_step._head)
     for kernel in (numba_attend._attend, numba_gather._gather, numba_store._store_rows, *layer, *step):
         assert len(kernel.signatures) <= 1, kernel.signatures

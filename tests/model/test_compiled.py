@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from prefixkv.config import CacheConfig
 from prefixkv.kernels.numba_amx import refuse_amx
 from prefixkv.kernels.numba_build import use_threads
 from prefixkv.kernels.numba_layer import LayerWeights, StepRoom
-from prefixkv.kernels.numba_step import run_head
+from prefixkv.kernels.numba_step import Head, run_head
 from prefixkv.model.batch import Chunk
 from prefixkv.model.compiled import CompiledLayers
 from prefixkv.model.load import wrap
@@ -97,7 +98,7 @@ def test_a_row_outside_the_pool_is_refused() -> None:
     batch = ForwardBatch.build([chunk], block_size=16, num_blocks=runner.num_blocks, device=torch.device("cpu"))
     batch.attention.slot_mapping[0] = runner.num_blocks * 16
     with pytest.raises(IndexError, match="outside the pool"):
-        runner._forward(batch, runner.storage)
+        runner._forward(batch, runner.storage, runner._fused)
 
 
 @needs_amx
@@ -113,7 +114,7 @@ def test_the_head_takes_any_rows_of_the_step(rows: list[int]) -> None:
     )  # fmt: skip
     room = StepRoom(layer, 48)
     room.begin(x)
-    got = run_head(room, norm, 1e-5, weight, torch.tensor(rows))
+    got = run_head(room, Head(norm, 1e-5, weight), np.array(rows))
     want = torch.nn.functional.linear(torch.nn.functional.rms_norm(x[rows], (64,), norm, 1e-5), weight).float()
     torch.testing.assert_close(got, want, atol=0.01, rtol=0.01)
 
