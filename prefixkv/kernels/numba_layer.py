@@ -6,6 +6,7 @@ meeting once more) and takes its share of the rows of the weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -174,22 +175,28 @@ def project(
         tokens: T.
         turn: :meth:`StepRoom.lanes` of cos and sin.
     """
-    _project(
-        fields, -(-tokens // TOKENS), tokens, room.stream.data_ptr(), turn[0].data_ptr(), turn[1].data_ptr(),
-        turn[0].shape[1], room.scratch, room.scratch_bytes, room.threads, room.q.data_ptr(), room.k.data_ptr(),
-        room.v.data_ptr(),
-    )  # fmt: skip
+    _run(room, (_PROJECT,), fields, tokens, turn, room.attended)
     return room.q[:tokens], room.k[:tokens], room.v[:tokens]
 
 
 def finish_layer(room: StepRoom, fields: np.ndarray, attended: torch.Tensor) -> None:
     """Add attention's output [T, H, D], contiguous, and then the MLP to the residual stream."""
-    groups = -(-len(attended) // TOKENS)
-    rest = room.scratch, room.scratch_bytes, room.threads
-    _add_attention(fields, groups, len(attended), room.stream.data_ptr(), *rest, attended.data_ptr())
-    _widen(fields, groups, room.stream.data_ptr(), room.inner.data_ptr(), *rest)
-    _add_mlp(fields, groups, room.stream.data_ptr(), room.inner.data_ptr(), *rest)
+    _run(room, (_ADD_ATTENTION, _WIDEN, _ADD_MLP), fields, len(attended), (room.cos, room.sin), attended)
 
+
+def _run(
+    room: StepRoom, parts: Sequence[int], fields: np.ndarray, tokens: int, turn: tuple[torch.Tensor, torch.Tensor],
+    attended: torch.Tensor
+) -> None:  # fmt: skip
+    for part in parts:
+        _run_part(
+            part, fields, tokens, room.stream.data_ptr(), turn[0].data_ptr(), turn[1].data_ptr(), turn[0].shape[1],
+            room.scratch, room.scratch_bytes, room.threads, room.q.data_ptr(), room.k.data_ptr(), room.v.data_ptr(),
+            room.inner.data_ptr(), attended.data_ptr(),
+        )  # fmt: skip
+
+
+_PROJECT, _ADD_ATTENTION, _WIDEN, _ADD_MLP = range(4)
 
 _BLOCK = 32
 """Rows of weights between two looks at the results: two tiles."""
@@ -234,20 +241,6 @@ def project_share(
     tile_end(former)
 
 
-def _build_project(sources: str) -> Any:
-    """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
-
-    def project(
-        f: Any, groups: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any, scratch_bytes: Any,
-        threads: Any, q: Any, k: Any, v: Any
-    ) -> None:  # fmt: skip
-        count = threads if sources else 0
-        for thread in prange(count):
-            project_share(thread, f, groups, tokens, x, cos, sin, half, scratch, scratch_bytes, threads, q, k, v)
-
-    return compiled(njit, project, parallel=True, nogil=True)
-
-
 @njit(nogil=True)
 def add_attention_share(
     thread: Any, f: Any, groups: Any, tokens: Any, x: Any, scratch: Any, scratch_bytes: Any, threads: Any, attended: Any
@@ -277,19 +270,6 @@ def add_attention_share(
         for group in range(groups):
             add_residual(c + group * _BLOCK * _ROW, bias, x + (group * hidden + row) * _ROW, count * _TILE_ROWS)
     tile_end(former)
-
-
-def _build_add_attention(sources: str) -> Any:
-    """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
-
-    def add_attention(
-        f: Any, groups: Any, tokens: Any, x: Any, scratch: Any, scratch_bytes: Any, threads: Any, attended: Any
-    ) -> None:  # fmt: skip
-        count = threads if sources else 0
-        for thread in prange(count):
-            add_attention_share(thread, f, groups, tokens, x, scratch, scratch_bytes, threads, attended)
-
-    return compiled(njit, add_attention, parallel=True, nogil=True)
 
 
 @njit(nogil=True)
@@ -325,19 +305,6 @@ def widen_share(
     tile_end(former)
 
 
-def _build_widen(sources: str) -> Any:
-    """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
-
-    def widen(
-        f: Any, groups: Any, x: Any, inner_pairs: Any, scratch: Any, scratch_bytes: Any, threads: Any
-    ) -> None:  # fmt: skip
-        count = threads if sources else 0
-        for thread in prange(count):
-            widen_share(thread, f, groups, x, inner_pairs, scratch, scratch_bytes, threads)
-
-    return compiled(njit, widen, parallel=True, nogil=True)
-
-
 @njit(nogil=True)
 def add_mlp_share(
     thread: Any, f: Any, groups: Any, x: Any, inner_pairs: Any, scratch: Any, scratch_bytes: Any, threads: Any
@@ -362,20 +329,25 @@ def add_mlp_share(
     tile_end(former)
 
 
-def _build_add_mlp(sources: str) -> Any:
+def _build_part(sources: str) -> Any:
     """Return the compiled entry; see :func:`~prefixkv.kernels.numba_build.sources_digest`."""
 
-    def add_mlp(
-        f: Any, groups: Any, x: Any, inner_pairs: Any, scratch: Any, scratch_bytes: Any, threads: Any
+    def run_part(
+        part: Any, f: Any, tokens: Any, x: Any, cos: Any, sin: Any, half: Any, scratch: Any, scratch_bytes: Any,
+        threads: Any, q: Any, k: Any, v: Any, inner: Any, attended: Any
     ) -> None:  # fmt: skip
-        count = threads if sources else 0
+        groups, count = -(-tokens // TOKENS), threads if sources else 0
         for thread in prange(count):
-            add_mlp_share(thread, f, groups, x, inner_pairs, scratch, scratch_bytes, threads)
+            if part == _PROJECT:
+                project_share(thread, f, groups, tokens, x, cos, sin, half, scratch, scratch_bytes, threads, q, k, v)
+            elif part == _ADD_ATTENTION:
+                add_attention_share(thread, f, groups, tokens, x, scratch, scratch_bytes, threads, attended)
+            elif part == _WIDEN:
+                widen_share(thread, f, groups, x, inner, scratch, scratch_bytes, threads)
+            else:
+                add_mlp_share(thread, f, groups, x, inner, scratch, scratch_bytes, threads)
 
-    return compiled(njit, add_mlp, parallel=True, nogil=True)
+    return compiled(njit, run_part, parallel=True, nogil=True)
 
 
-_project = _build_project(sources_digest())
-_add_attention = _build_add_attention(sources_digest())
-_widen = _build_widen(sources_digest())
-_add_mlp = _build_add_mlp(sources_digest())
+_run_part = _build_part(sources_digest())

@@ -216,7 +216,7 @@ def _call_all() -> None:
     from prefixkv.kernels.numba_amx_decode import decode_function
     from prefixkv.kernels.numba_attend import AttendPlan, attend
     from prefixkv.kernels.numba_gather import gather_rows
-    from prefixkv.kernels.numba_layer import LayerWeights, StepRoom
+    from prefixkv.kernels.numba_layer import LayerWeights, StepRoom, finish_layer
     from prefixkv.kernels.numba_layout import view_layer
     from prefixkv.kernels.numba_step import Head, run_head, run_step
     from prefixkv.kernels.numba_store import copy_rows, describe_tensors, store_rows
@@ -252,4 +252,5 @@ def _call_all() -> None:
             room, layer.fields[None], view.fields[None], view, torch.tensor([0]), [plan], first, [1.0],
             (square, first), (turn, turn, first), head, first,
         )  # fmt: skip
+        finish_layer(room, layer.fields, room.attended)
         run_head(room, head, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
 from prefixkv.config import CacheConfig
 from prefixkv.kernels import readiness
+from prefixkv.kernels.numba_amx import refuse_amx
 from prefixkv.kv.storage import KVStorage
 from prefixkv.kv.writer import NumbaWriter, TorchWriter
 from prefixkv.model.batch import Chunk
@@ -327,10 +330,24 @@ def test_what_one_process_compiled_the_next_one_loads(tmp_path: Path, repo_root:
     assert said[0].stdout.split()[-2:] == ["1", "1"]
 
 
+def entries() -> list[Any]:
+    """All that is called from Python and kept on disk."""
+    names = [path.stem for path in Path(readiness.__file__).parent.glob("numba_*.py")]
+    modules = [importlib.import_module(f"prefixkv.kernels.{name}") for name in names]
+    functions = [function for module in modules for function in vars(module).values()]
+    return [function for function in functions if getattr(function, "targetoptions", {}).get("parallel")]
+
+
+@pytest.mark.skipif(refuse_amx() is not None, reason=str(refuse_amx()))
+def test_no_kernel_is_left_to_be_compiled_when_it_is_first_called() -> None:
+    """It would hold up a step for ten seconds; one that no engine had called yet was forgotten once."""
+    readiness.compile_now()
+    assert len(entries()) >= 6
+    assert all(len(kernel.signatures) == 1 for kernel in entries()), [kernel.__name__ for kernel in entries()]
+
+
 def test_no_kernel_is_compiled_for_a_second_signature() -> None:
     """Formats, dtypes and shapes are values; another type of argument would compile for a minute in mid-service."""
-    from prefixkv.kernels import numba_attend, numba_gather, numba_layer, numba_step, numba_store
-
     for kv_format in ("model", "int8", "k8v4", "int4"):
         for dtype in (torch.float32, torch.bfloat16):
             loaded = wrap(tiny_model("llama").to(dtype), byte_tokenizer())
@@ -338,7 +355,5 @@ def test_no_kernel_is_compiled_for_a_second_signature() -> None:
             runner.execute([Chunk(list(range(3, 63)), 0, [3, 2, 1, 0], True), Chunk([5], 0, [4], True)])
             assert isinstance(runner.storage, KVStorage)
             runner.close()
-    layer = (numba_layer._project, numba_layer._add_attention, numba_layer._widen, numba_layer._add_mlp)
-    step = (numba_step._run_step, numba_step._head)
-    for kernel in (numba_attend._attend, numba_gather._gather, numba_store._store_rows, *layer, *step):
+    for kernel in entries():
         assert len(kernel.signatures) <= 1, kernel.signatures
