@@ -99,17 +99,13 @@ def run_step(
     cos, sin, positions = turn
     if ids.min() < 0 or ids.max() >= len(embeddings):
         raise IndexError(f"ids from {ids.min()} to {ids.max()} for {len(embeddings)} embeddings")
-    heads = room.q.shape[1]
-    functions = item_functions(view, torch.bfloat16, None)
-    rooms = [plan.room(view, heads, prepares=functions[2] != 0) for plan in plans]
-    attend_scratch, partial = rooms[0][0], max((partial for _, _, partial in rooms), key=lambda partial: partial.size)
-    prepared = np.array([prepared for _, prepared, _ in rooms])
+    functions, fields, plan_tokens, prepared, attend_scratch, partial = _planned(view, plans, room.q.shape[1])
     factors = np.array(scaling, np.float32) * np.float32(LOG2_E)
     next_work, refused = np.zeros(len(weights), np.int64), np.zeros(room.threads, np.int64)
     logits = torch.empty(len(rows), len(head.weight))
     _run_step(
-        weights, views, view.num_rows, slots.numpy(), np.stack([plan.fields for plan in plans]),
-        np.stack([plan.tokens for plan in plans]), prepared, plan_of, factors, ids, embeddings.data_ptr(), positions,
+        weights, views, view.num_rows, slots.numpy(), fields, plan_tokens, prepared, plan_of, factors, ids,
+        embeddings.data_ptr(), positions,
         at.MODES[cos.dtype], cos.data_ptr(), sin.data_ptr(), cos.shape[1], room.stream.data_ptr(), room.cos.data_ptr(),
         room.sin.data_ptr(), room.scratch, room.scratch_bytes, room.threads, room.q.data_ptr(), room.k.data_ptr(),
         room.v.data_ptr(), room.inner.data_ptr(), room.attended.data_ptr(), *functions, attend_scratch,
@@ -121,6 +117,15 @@ def run_step(
     if refused.any():
         raise IndexError(f"{refused.sum() // len(weights)} of {len(ids)} rows lie outside the pool")
     return logits
+
+
+def _planned(view: LayerView, plans: Sequence[AttendPlan], heads: int) -> tuple[Any, ...]:
+    """Return who attends, the plans' fields and tokens, where tiles are prepared, scratch, room for partial results."""
+    functions = item_functions(view, torch.bfloat16, None)
+    rooms = [plan.room(view, heads, prepares=functions[2] != 0) for plan in plans]
+    partial = max((partial for _, _, partial in rooms), key=lambda partial: partial.size)
+    fields, tokens = (np.stack(arrays) for arrays in zip(*((plan.fields, plan.tokens) for plan in plans), strict=True))
+    return functions, fields, tokens, np.array([prepared for _, prepared, _ in rooms]), rooms[0][0], partial
 
 
 class Head:
