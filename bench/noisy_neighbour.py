@@ -17,6 +17,7 @@ Run: python bench/noisy_neighbour.py        on an otherwise idle machine
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
@@ -102,34 +103,40 @@ def first_tokens(
     return {**found, "times_ms": times}
 
 
-def hit_rate(engine: Engine, who: Principal, turns: int, words: int) -> float:
+def hit_rate(engine: Engine, who: Principal, options: argparse.Namespace) -> float:
     """Return the percentage of a tenant's prompt tokens that hit, while it asks of a small set again and again."""
     rng = random.Random(1)
-    usual = [(prose(words, rng), f"What of rule {n}?") for n in range(4)]
+    usual = [(prose(options.words, rng), f"What of rule {n}?") for n in range(4)]
     prompt = cached = 0
-    for turn in range(-len(usual), turns):
+    for turn in range(-len(usual), options.turns):
         usage = ask(engine, *usual[turn % len(usual)], who).usage
         if turn >= 0:
             prompt, cached = prompt + usage.prompt_tokens, cached + usage.cached_tokens
-            time.sleep(0.05)
+            time.sleep(options.pause)
     return 100 * cached / prompt
 
 
 def hit_rates(engine: Engine, options: argparse.Namespace) -> dict[str, float]:
-    """Return the calm tenant's hit rate alone, and under a flood with and without a floor."""
+    """Return the calm tenant's hit rate alone, and under floods with and without a floor.
+
+    One flood would not do: beyond its share a tenant evicts its own. Many leave the calm one a small share.
+    """
     rates = {}
-    for label, floor in (("alone", None), ("flood, no floor", None), ("flood, floor", options.floor)):
+    for label, floor in (("alone", None), ("floods, no floor", None), ("floods, floor", options.floor)):
         # A tenant of its own for each, so that none finds what another left behind.
         who = Principal(f"calm {len(rates)}", user="u")
         engine.reload_policies({"default": {}, "tenants": {who.tenant: {"min_pool": floor}} if floor else {}})
-        if label == "alone":
-            engine.purge(tenant="flood")
-            rates[label] = hit_rate(engine, who, options.turns, options.words)
-            continue
-        with Flood(engine, "flood", options.under_way, options.words):
-            time.sleep(options.settle)
-            rates[label] = hit_rate(engine, who, options.turns, options.words)
+        with contextlib.ExitStack() as floods:
+            if label != "alone":
+                for number in range(_FLOODS):
+                    under_way = options.under_way // _FLOODS
+                    floods.enter_context(Flood(engine, f"flood {number}", under_way, options.words))
+                time.sleep(options.settle)
+            rates[label] = hit_rate(engine, who, options)
     return rates
+
+
+_FLOODS = 8
 
 
 def service_ratio(engine: Engine, options: argparse.Namespace) -> dict[str, float]:
@@ -155,11 +162,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--requests", type=int, default=100, help="requests of the calm tenant in each run (100)")
-    parser.add_argument("--turns", type=int, default=48, help="requests for each hit rate (48)")
+    parser.add_argument("--turns", type=int, default=24, help="requests for each hit rate (24)")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between these (1)")
     parser.add_argument("--words", type=int, default=150, help="words of a prompt (150)")
     parser.add_argument("--under-way", type=int, default=24, help="requests that a flood keeps under way (24)")
     parser.add_argument("--max-prefill-tokens", type=int, default=64, help="prompt tokens of one step (64)")
-    parser.add_argument("--memory", default="256MiB", help="the pool (256MiB)")
+    parser.add_argument("--memory", default="128MiB", help="the pool (128MiB)")
     parser.add_argument("--floor", default="40%", help="the calm tenant's floor (40%%)")
     parser.add_argument("--settle", type=float, default=3.0, help="seconds that a flood runs before it counts (3)")
     parser.add_argument("--window", type=float, default=60.0, help="seconds in which service is counted (60)")
