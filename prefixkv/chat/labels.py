@@ -8,7 +8,9 @@ from typing import Any
 
 from prefixkv.chat.segment import SegmentKind
 
-__all__ = ["Label", "Layout", "last_user", "message_labels"]
+__all__ = ["TOOLS_NOT_SHOWN", "Label", "Layout", "last_user", "message_labels"]
+
+TOOLS_NOT_SHOWN = "the template does not show the tools to the model"
 
 
 @dataclass(frozen=True, slots=True)

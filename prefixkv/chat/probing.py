@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from prefixkv.chat.rendering import ChatInput, common_prefix
+from prefixkv.chat.times import CLOCK_CODES
 
 __all__ = ["PROBE_WORDS", "Probe", "with_clock"]
 
@@ -37,7 +38,6 @@ _DATE_ARGUMENTS = {
 _CLOCK = "strftime_now"
 _MOMENT, _OTHER_MOMENT = datetime(1987, 6, 5, 4, 3, 2), datetime(2012, 11, 24, 15, 47, 58)
 """Two times that no code of ``strftime`` writes alike."""
-_CODES = (*"aAbBcCdDeFgGhHIjklmMpPrRsSTuUVwWxXyYzZ", *(f"-{code}" for code in "dHIjklmMSUVWy"))
 
 _Turns = Sequence[Mapping[str, Any]]
 
@@ -47,7 +47,7 @@ def with_clock(template: str, moment: datetime) -> str:
 
     transformers makes text of a function that is given as a template variable, so the clock is a macro in front.
     """
-    filters = "".join(f"|replace({json.dumps(f'%{c}')},{json.dumps(moment.strftime(f'%{c}'))})" for c in _CODES)
+    filters = "".join(f"|replace({json.dumps(f'%{c}')},{json.dumps(moment.strftime(f'%{c}'))})" for c in CLOCK_CODES)
     # The line break is dropped as the first one after a tag; without it the template would not begin a line.
     return f"{{% macro {_CLOCK}(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prefixkv.chat.labels import Label, Layout
+from prefixkv.chat.labels import TOOLS_NOT_SHOWN, Label, Layout
 from prefixkv.chat.rendering import Anchors, ChatInput, Rendered, common_prefix, common_suffix
 from prefixkv.chat.segment import SegmentKind
 from prefixkv.chat.shapes import Tails
@@ -332,7 +332,7 @@ class _Anchored:
                 found[number] = (start + before, end - behind)
             self._narrowed.append((start + before, _TOOLS))
         if not found:
-            self._warnings.append("the template does not show the tools to the model")
+            self._warnings.append(TOOLS_NOT_SHOWN)
         return found
 
     def _unplaced_slots(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from prefixkv.chat.rendering import Anchors, ChatInput
 from prefixkv.chat.seen import encode_seen
 from prefixkv.chat.segment import Prompt, Segment, SegmentKind
 from prefixkv.chat.shapes import RenderedChat, Shapes
-from prefixkv.chat.times import template_clock
+from prefixkv.chat.times import template_clock, words_of_clock
 from prefixkv.errors import ContextOverflow, InvalidRequest
 from prefixkv.policy import TenantPolicy
 from prefixkv.scope import ScopeLevel
@@ -236,7 +237,8 @@ class Segmenter:
             slots += [(i, label.name) for i, label in enumerate(labels) if label.name is not None]
             return lay_out_by_prefixes(shown, labels, slots, text)
         if known is not None:
-            known.learn(asked, found.layout, found.places, self._template_words | words_of(*_texts(shown.tools)))
+            words = words_of(*_texts(shown.tools), *(words_of_clock() if shown.template is None else [shown.template]))
+            known.learn(asked, found.layout, found.places, self._template_words | words)
         return found.layout
 
     def _cut(
@@ -314,6 +316,8 @@ def _sources(tokenizer: Any) -> list[str]:
     """Return the texts from which a template can take words: its source, and the special tokens."""
     template = getattr(tokenizer, "chat_template", None) or ""
     sources = [template] if isinstance(template, str) else list(template.values())
+    # A line break in a text of Jinja is no part of the word behind it.
+    sources += [re.sub(r"\\[nrt]", " ", source) for source in sources]
     return [*sources, *map(str, getattr(tokenizer, "all_special_tokens", ()))]
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from prefixkv.chat.gaps import Gap, Mark, content_of, details, signature, split_gap
-from prefixkv.chat.labels import Label, Layout, last_user
+from prefixkv.chat.labels import TOOLS_NOT_SHOWN, Label, Layout, last_user
 from prefixkv.chat.segment import SegmentKind
 from prefixkv.chat.slots import SlotSpan
 
@@ -113,6 +113,8 @@ class Shapes:
                 (layout.narrowed if mark.narrows else layout.starts).append((place + offset, marked))
             pieces += [content, words]
             place += len(words)
+        if chat.tools and not any(label.kind is SegmentKind.TOOLS for _, label in layout.starts):
+            layout.warnings.append(TOOLS_NOT_SHOWN)
         return "".join(pieces), layout
 
     def learn(
@@ -128,7 +130,7 @@ class Shapes:
                 may be a user's: a purge of the user would not find it here.
         """
         stretches = _stretches(chat)
-        if stretches is None or not places or any(chat.spans) or layout.warnings:
+        if stretches is None or not places or any(chat.spans) or {*layout.warnings} - {TOOLS_NOT_SHOWN}:
             return
         if any(chat.text[slice(*places[s.first])] != content_of(chat.messages[s.first])[0] for s in stretches):
             return

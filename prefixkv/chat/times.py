@@ -6,7 +6,10 @@ import re
 from collections.abc import Callable
 from datetime import datetime
 
-__all__ = ["coarsened", "template_clock"]
+__all__ = ["CLOCK_CODES", "coarsened", "template_clock", "words_of_clock"]
+
+CLOCK_CODES = (*"aAbBcCdDeFgGhHIjklmMpPrRsSTuUVwWxXyYzZ", *(f"-{code}" for code in "dHIjklmMSUVWy"))
+"""What ``strftime`` knows."""
 
 _SECONDS = {"minute": 60, "hour": 3600, "day": 86400}
 _TIME = re.compile(
@@ -69,3 +72,9 @@ def template_clock(rule: str | None, now: Callable[[], datetime] = datetime.now)
         case "year":
             return now().replace(month=1, day=1, hour=0, minute=0, second=0, microsecond=0)
     return datetime.fromisoformat(rule)
+
+
+def words_of_clock(now: Callable[[], datetime] = datetime.now) -> list[str]:
+    """Return what a template can write of the time, by any code of ``strftime``."""
+    moment = now()
+    return [moment.strftime(f"%{code}") for code in CLOCK_CODES]

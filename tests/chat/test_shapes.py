@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from prefixkv.chat import regions
 from prefixkv.chat.recall import Past
 from prefixkv.chat.segmenter import Segmenter
-from prefixkv.chat.shapes import Shapes
+from prefixkv.chat.shapes import RenderedChat, Shapes
 from prefixkv.errors import InvalidRequest
-from tests.chat.chats import CONVERSATIONS, POLICY, TOOLS, assistant, system, user
+from tests.chat.chats import CONVERSATIONS, POLICY, TOOLS, assistant, byte_chatml, system, user
 
 FOLDER = Path(os.environ.get("PREFIXKV_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 TEMPLATES = sorted(str(path.relative_to(FOLDER / "templates")) for path in FOLDER.glob("templates/*/*.jinja")) or [
@@ -66,6 +66,45 @@ def with_calls() -> list[tuple[list[dict[str, Any]], Any]]:
     return chats
 
 
+NEVER_KNOWN = (
+    "llama.cpp/google-gemma-2-2b-it.jinja",
+    "llama.cpp/mistralai-Mistral-Nemo-Instruct-2407.jinja",
+    "trl/idefics3.jinja",
+    "trl/llava_next_training.jinja",
+    "trl/smolvlm_training.jinja",
+)
+"""Templates that leave out messages or text, so that nothing can be learnt from where contents stand."""
+
+
+CALLING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}calls {{ call.function.name }} with {{ call.function.arguments | tojson }};"
+    "{% endfor %}<|end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "{{ 'Rules:\\nMind\\tthese\\rwords' }}",
+        "{{ strftime_now('%d %B %Y') }}",
+        "{% for t in tools %}{{ t }}{% endfor %}",
+    ],
+)
+def test_words_that_a_template_can_write_are_learnt(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words behind an escaped line break, today's date; and where tools are not shown that is said each time."""
+    segmenter, shapes = Segmenter(byte_chatml(words + CALLING)), Shapes()
+    monkeypatch.setattr(regions, "_MOST_EXACT", 100)
+    for messages, tools in with_calls():
+        alone = segmenter.segment(messages, policy=POLICY, tools=tools)
+        assert alone == segmenter.segment(messages, policy=POLICY, tools=tools, past=Past(shapes=shapes))
+    anchored = []
+    monkeypatch.setattr("prefixkv.chat.segmenter.lay_out_with_anchors", lambda *args: anchored.append(args))
+    for messages, tools in with_calls():
+        segmenter.segment(messages, policy=POLICY, tools=tools, past=Past(shapes=shapes))
+    assert len(anchored) < len(with_calls()) / 5  # where equal texts may stand in either place, it is looked up again
+
+
 @pytest.mark.data
 @pytest.mark.parametrize(
     "template", [pytest.param(name, marks=[pytest.mark.slow] if i % 6 else []) for i, name in enumerate(TEMPLATES)]
@@ -75,12 +114,13 @@ def test_known_words_give_the_anchored_layout(template: str, data_dir: Path, mon
     tokenizer.chat_template = (data_dir / "templates" / template).read_text(encoding="utf-8")
     segmenter, shapes = Segmenter(tokenizer), Shapes()
     monkeypatch.setattr(regions, "_MOST_EXACT", 100)  # how many turns of a history are told apart is another matter
-    taken = []
+    taken: dict[bool, list[bool]] = {True: [], False: []}
     lay_out = Shapes.lay_out
 
-    def counted(self: Shapes, *args: Any) -> Any:
-        layout = lay_out(self, *args)
-        taken.append(layout is not None)
+    def counted(self: Shapes, chat: RenderedChat) -> Any:
+        layout = lay_out(self, chat)
+        if shapes is self:
+            taken[bool(chat.tools)].append(layout is not None)
         return layout
 
     monkeypatch.setattr(Shapes, "lay_out", counted)
@@ -93,5 +133,6 @@ def test_known_words_give_the_anchored_layout(template: str, data_dir: Path, mon
         assert known.segments == alone.segments
         assert known.token_ids == alone.token_ids
         assert known.turn_start == alone.turn_start
-    if template == "llama.cpp/Qwen-Qwen2.5-7B-Instruct.jinja":
-        assert sum(taken) >= 40  # else this compares nothing
+        assert known.warnings == alone.warnings
+    # Else this compares nothing, and each chat costs two renders and more.
+    assert template in NEVER_KNOWN or all(sum(found) >= 4 for found in taken.values() if found), taken
