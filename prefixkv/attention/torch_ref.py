@@ -218,7 +218,7 @@ def oracle_attention(
     """
     heads = q.shape[1]
     shape = storage.spec.layers[layer]
-    out = torch.empty(q.shape[0], heads, shape.value_dim)
+    out = torch.empty(q.shape[0], heads, shape.value_dim, dtype=torch.float32)
     token = 0
     for seq, length in enumerate(meta.query_lens):
         table = torch.tensor([meta.block_tables_host[seq]], device=storage.device)

@@ -136,8 +136,8 @@ class StepRoom:
         self._meeting = np.zeros(MEETING_BYTES + 64, np.uint8)
         self.meeting = -(-self._meeting.ctypes.data // 64) * 64
         self.hidden, self.groups = hidden, groups
-        self.stream, self.picked = torch.zeros(2, groups, hidden, TOKENS)
-        self.cos, self.sin = torch.zeros(2, groups, dim // 2, TOKENS)
+        self.stream, self.picked = torch.zeros(2, groups, hidden, TOKENS, dtype=torch.float32)
+        self.cos, self.sin = torch.zeros(2, groups, dim // 2, TOKENS, dtype=torch.float32)
         self.inner = torch.zeros(groups * inner // 2 * TOKENS, dtype=torch.int32)
         self.q = torch.zeros(tokens, heads, dim, dtype=torch.bfloat16)
         self.k, self.v = torch.zeros(2, tokens, kv_heads, dim, dtype=torch.bfloat16)
@@ -159,7 +159,7 @@ class StepRoom:
         """Return [T, n] as float32 lanes [groups, n, 16]; changes nothing."""
         tokens, width = x.shape
         groups = -(-tokens // TOKENS)
-        lanes = torch.zeros(groups * TOKENS, width)
+        lanes = torch.zeros(groups * TOKENS, width, dtype=torch.float32)
         lanes[:tokens] = x
         return lanes.view(groups, TOKENS, width).transpose(1, 2).contiguous()
 

@@ -102,7 +102,7 @@ def run_step(
     functions, fields, plan_tokens, prepared, attend_scratch, partial = _planned(view, plans, room.q.shape[1])
     factors = np.array(scaling, np.float32) * np.float32(LOG2_E)
     next_work, refused = np.zeros(len(weights), np.int64), np.zeros(room.threads, np.int64)
-    logits = torch.empty(len(rows), len(head.weight))
+    logits = torch.empty(len(rows), len(head.weight), dtype=torch.float32)
     _run_step(
         weights, views, view.num_rows, slots.numpy(), fields, plan_tokens, prepared, plan_of, factors, ids,
         embeddings.data_ptr(), positions,
@@ -151,7 +151,7 @@ def run_head(room: StepRoom, head: Head, rows: np.ndarray) -> torch.Tensor:
         head: Of the model.
         rows: int64.
     """
-    logits = torch.empty(len(rows), len(head.weight))
+    logits = torch.empty(len(rows), len(head.weight), dtype=torch.float32)
     _head(
         head.fields, len(rows), rows, room.stream.data_ptr(), room.picked.data_ptr(), room.scratch,
         room.scratch_bytes, room.threads, TILE_CONFIG, logits.data_ptr(),

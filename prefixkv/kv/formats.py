@@ -195,10 +195,10 @@ def hadamard(dim: int, device: torch.device) -> torch.Tensor:
     Source: Sylvester's construction.
     """
     power = dim & -dim
-    block = torch.ones(1, 1, device=device)
+    block = torch.ones(1, 1, dtype=torch.float32, device=device)
     while block.shape[0] < power:
         block = torch.cat((torch.cat((block, block), 1), torch.cat((block, -block), 1)))
-    return torch.kron(torch.eye(dim // power, device=device), block / power**0.5)
+    return torch.kron(torch.eye(dim // power, dtype=torch.float32, device=device), block / power**0.5)
 
 
 def _codec(layout: RowFormat) -> RowCodec:

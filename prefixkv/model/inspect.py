@@ -186,7 +186,8 @@ class _Probe:
     def mask(self, arguments: dict[str, Any]) -> torch.Tensor | None:
         window = _window_of(arguments["mask_function"], arguments.get("local_size"))
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
-        return torch.full(shape, float(window or _NO_MARK), device=arguments.get("device", "cpu"))
+        mark = float(window or _NO_MARK)
+        return torch.full(shape, mark, dtype=torch.float32, device=arguments.get("device", "cpu"))
 
     def attend(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,31 @@ def test_a_row_outside_the_pool_is_refused() -> None:
     batch.attention.slot_mapping[0] = runner.num_blocks * 16
     with pytest.raises(IndexError, match="outside the pool"):
         runner._forward(batch, runner.storage, runner._fused)
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16])
+def other_default(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    """What changes torch's default dtype, until the test ends."""
+    yield lambda: torch.set_default_dtype(request.param)
+    torch.set_default_dtype(torch.float32)
+
+
+@needs_amx
+def test_a_step_does_not_depend_on_the_default_dtype(other_default: Callable[[], None]) -> None:
+    """It is one for all threads, and transformers changes it while it loads a model: kernels wrote beyond the room."""
+    runner = runner_of("llama", kv_format="int8")
+    few = [Chunk(random_ids(9), 0, [5], True), Chunk(random_ids(1), 0, [4], True)]
+    many = [Chunk(random_ids(90), 0, [3, 1, 2, 0, 6, 7], True)]  # needs a larger room
+    want = [runner.execute(few), runner_of("llama", kv_format="int8").execute(many)]
+    other_default()
+    for _ in range(2):
+        for step, logits in zip((few, many), want, strict=True):
+            got = runner.execute(step)
+            assert got.dtype == torch.float32
+            assert torch.equal(got, logits)
+        assert runner._fused is not None
+        assert runner._fused._few is not None
+        runner._fused._few._threads_meet = False  # layer by layer the second time
 
 
 @needs_amx
