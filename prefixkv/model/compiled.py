@@ -29,12 +29,16 @@ if TYPE_CHECKING:
     from prefixkv.kernels.numba_layer import LayerWeights, StepRoom
     from prefixkv.kernels.numba_layout import LayerView
 
-__all__ = ["MOST_TOKENS", "CompiledLayers", "refuse_layers"]
+__all__ = ["MOST_MISSES", "MOST_TOKENS", "CompiledLayers", "refuse_layers"]
 
 logger = logging.getLogger("prefixkv.model")
 
 MOST_TOKENS = 1024
 """Tokens of a step beyond which what the tokens need leaves the caches, and torch's products are faster."""
+
+MOST_MISSES = 3
+"""Steps in a row whose threads did not all come before no step tries it any more. A process that was paused just then
+misses once, and each miss takes a second."""
 
 _TILE_ROWS, _TILE_COLUMNS = 16, 32
 
@@ -84,7 +88,7 @@ class CompiledLayers:
         self._plan_of = np.array([self._windows.index(window) for window in shape.windows])
         self._scaling = [layer.scaling for layer in layers]
         self._room = self._new_room(64)
-        self._threads_meet = True
+        self._misses = 0
 
     def forward(self, batch: ForwardBatch, storage: KVStorage, backend: AttentionBackend) -> torch.Tensor:
         """Compute one step; writes its rows to the pool.
@@ -100,12 +104,13 @@ class CompiledLayers:
         if batch.input_ids.shape[1] > len(self._room.q):
             self._room = self._new_room(batch.input_ids.shape[1])
         turn = self._rope.rows(self._embeddings, batch.position_ids, max(batch.attention.positions_host))
-        if not storage.raised and self._threads_meet:
+        if not storage.raised and self._misses < MOST_MISSES:
             logits = self._run_at_once(batch, turn, storage)
+            self._misses = self._misses + 1 if logits is None else 0
             if logits is not None:
                 return logits
-            self._threads_meet = False
-            logger.warning("the threads of a step do not run at the same time: steps go layer by layer from now on")
+            if self._misses == MOST_MISSES:
+                logger.warning("the threads of a step do not run at the same time: steps go layer by layer from now on")
         return self._run_by_layer(batch, turn, storage, backend)
 
     def _new_room(self, tokens: int) -> StepRoom:

@@ -17,7 +17,7 @@ from prefixkv.kernels.numba_build import use_threads
 from prefixkv.kernels.numba_layer import LayerWeights, StepRoom
 from prefixkv.kernels.numba_step import Head, run_head
 from prefixkv.model.batch import Chunk
-from prefixkv.model.compiled import CompiledLayers
+from prefixkv.model.compiled import MOST_MISSES, CompiledLayers
 from prefixkv.model.load import wrap
 from prefixkv.model.runner import ModelRunner
 from tests.support import byte_tokenizer, demo_loaded, random_ids, tiny_model
@@ -124,7 +124,7 @@ def test_a_step_does_not_depend_on_the_default_dtype(other_default: Callable[[],
             assert torch.equal(got, logits)
         assert runner._fused is not None
         assert runner._fused._few is not None
-        runner._fused._few._threads_meet = False  # layer by layer the second time
+        runner._fused._few._misses = MOST_MISSES  # layer by layer the second time
 
 
 @needs_amx
@@ -234,7 +234,13 @@ def test_steps_go_layer_by_layer_where_threads_do_not_run_at_the_same_time(
     few = runner._fused._few
     assert few is not None
     monkeypatch.setattr("prefixkv.kernels.numba_layer.use_threads", lambda: use_threads() + 1)
-    few._room = few._new_room(64)
-    for _ in range(2):
+    former, few._room = few._room, few._new_room(64)
+    assert torch.equal(runner.execute(step), want)
+    few._room, room = former, few._room
+    assert torch.equal(runner.execute(step), want)
+    assert few._misses == 0, "a process that was paused once is slow for good"
+    few._room = room
+    for _ in range(MOST_MISSES + 1):
         assert torch.equal(runner.execute(step), want)
+    assert few._misses == MOST_MISSES
     assert caplog.text.count("layer by layer") == 1
