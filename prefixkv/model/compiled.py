@@ -2,8 +2,8 @@
 
 A decode step is bound by the bytes it reads: the weights once, and the rows of K and V. Between two layers Python alone
 would cost as much as a layer, not for what it does but because weights streaming by have pushed its memory out of the
-caches. So one call runs all layers. Where attention is more than one call, for heads in a better format than the
-pool's, or threads do not run at the same time, layers are called one by one.
+caches. So one call runs the whole step, from ids to logits. Where attention is more than one call, for heads in a
+better format than the pool's, or threads do not run at the same time, layers are called one by one.
 """
 
 from __future__ import annotations
