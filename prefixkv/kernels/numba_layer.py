@@ -242,6 +242,24 @@ def project_share(
 
 
 @njit(nogil=True)
+def _add_rows(
+    weight: Any, biases: Any, width: Any, pairs: Any, groups: Any, c: Any, x: Any, hidden: Any, tiles: Any
+) -> None:  # fmt: skip
+    """Add the products of some tiles of rows of a weight [hidden, width] to the residual stream; ``c``: for results."""
+    first, last = tiles
+    for tile in range(first, last, _BLOCK // _TILE_ROWS):
+        count = min(_BLOCK // _TILE_ROWS, last - tile)
+        row = tile * _TILE_ROWS
+        tile_product(
+            weight + row * width * 2, width * 2, width // 32, pairs, width * (_ROW // 2), c, _BLOCK * _ROW, count,
+            groups,
+        )  # fmt: skip
+        bias = biases + row * 2 if biases else 0
+        for group in range(groups):
+            add_residual(c + group * _BLOCK * _ROW, bias, x + (group * hidden + row) * _ROW, count * _TILE_ROWS)
+
+
+@njit(nogil=True)
 def add_attention_share(
     thread: Any, f: Any, groups: Any, tokens: Any, x: Any, scratch: Any, scratch_bytes: Any, threads: Any, attended: Any
 ) -> None:  # fmt: skip
@@ -258,17 +276,8 @@ def add_attention_share(
             pairs + group * width * (_ROW // 2),
         )  # fmt: skip
     tile_begin(f[CONFIG], former)
-    last = share(tiles, thread + 1, threads)
-    for tile in range(share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
-        count = min(_BLOCK // _TILE_ROWS, last - tile)
-        row = tile * _TILE_ROWS
-        tile_product(
-            f[OUT] + row * width * 2, width * 2, width // 32, pairs, width * (_ROW // 2), c, _BLOCK * _ROW,
-            count, groups,
-        )  # fmt: skip
-        bias = f[OUT_BIAS] + row * 2 if f[OUT_BIAS] else 0
-        for group in range(groups):
-            add_residual(c + group * _BLOCK * _ROW, bias, x + (group * hidden + row) * _ROW, count * _TILE_ROWS)
+    rows = share(tiles, thread, threads), share(tiles, thread + 1, threads)
+    _add_rows(f[OUT], f[OUT_BIAS], width, pairs, groups, c, x, hidden, rows)
     tile_end(former)
 
 
@@ -315,17 +324,8 @@ def add_mlp_share(
     former = scratch + thread * scratch_bytes
     c = former + _FORMER
     tile_begin(f[CONFIG], former)
-    last = share(tiles, thread + 1, threads)
-    for tile in range(share(tiles, thread, threads), last, _BLOCK // _TILE_ROWS):
-        count = min(_BLOCK // _TILE_ROWS, last - tile)
-        row = tile * _TILE_ROWS
-        tile_product(
-            f[DOWN] + row * inner * 2, inner * 2, inner // 32, inner_pairs, inner * (_ROW // 2), c,
-            _BLOCK * _ROW, count, groups,
-        )  # fmt: skip
-        bias = f[DOWN_BIAS] + row * 2 if f[DOWN_BIAS] else 0
-        for group in range(groups):
-            add_residual(c + group * _BLOCK * _ROW, bias, x + (group * hidden + row) * _ROW, count * _TILE_ROWS)
+    rows = share(tiles, thread, threads), share(tiles, thread + 1, threads)
+    _add_rows(f[DOWN], f[DOWN_BIAS], inner, inner_pairs, groups, c, x, hidden, rows)
     tile_end(former)
 
 

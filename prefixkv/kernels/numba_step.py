@@ -32,7 +32,7 @@ from prefixkv.kernels.numba_attend import (
 )
 from prefixkv.kernels.numba_build import compiled, sources_digest
 from prefixkv.kernels.numba_halves import load_number
-from prefixkv.kernels.numba_ir import load_f32, read_cycles, store_f32
+from prefixkv.kernels.numba_ir import read_cycles, store_f32
 from prefixkv.kernels.numba_layer import (
     _BLOCK,
     _FORMER,
@@ -160,29 +160,24 @@ def run_head(room: StepRoom, head: Head, rows: np.ndarray) -> torch.Tensor:
 
 
 @njit(nogil=True)
-def _take_rows(mode: Any, table: Any, width: Any, rows: Any, out: Any, thread: Any, threads: Any) -> None:
-    """Write a thread's share of the lanes of some rows of a table [n, width], as float32; zeros behind the last row."""
+def _take_lanes(
+    mode: Any, source: Any, width: Any, token_step: Any, number_step: Any, rows: Any, out: Any, thread: Any,
+    threads: Any
+) -> None:  # fmt: skip
+    """Write a thread's share of the lanes of some rows of ``width`` numbers, as float32; zeros behind the last row.
+
+    In a table [n, width] the steps from row to row and from number to number are ``width`` and 1, in lanes they are 1
+    and :data:`TOKENS`.
+    """
     count = -(-rows.shape[0] // TOKENS) * width
     for place in range(share(count, thread, threads), share(count, thread + 1, threads)):
         first, number = place // width * TOKENS, place % width
         for lane in range(TOKENS):
             value = np.float32(0.0)
             if first + lane < rows.shape[0]:
-                value = load_number(mode, table, rows[first + lane] * width + number)
-            store_f32(out + (place * TOKENS + lane) * 4, value)
-
-
-@njit(nogil=True)
-def _pick_lanes(stream: Any, hidden: Any, rows: Any, out: Any, thread: Any, threads: Any) -> None:
-    """Write a thread's share of the lanes of some tokens of the residual stream, side by side."""
-    count = -(-rows.shape[0] // TOKENS) * hidden
-    for place in range(share(count, thread, threads), share(count, thread + 1, threads)):
-        first, number = place // hidden * TOKENS, place % hidden
-        for lane in range(TOKENS):
-            value = np.float32(0.0)
-            if first + lane < rows.shape[0]:
-                token = rows[first + lane]
-                value = load_f32(stream + ((token // TOKENS * hidden + number) * TOKENS + token % TOKENS) * 4)
+                row = rows[first + lane]
+                begin = row // TOKENS * TOKENS * width + row % TOKENS * token_step
+                value = load_number(mode, source, begin + number * number_step)
             store_f32(out + (place * TOKENS + lane) * 4, value)
 
 
@@ -222,7 +217,7 @@ def _build_head(sources: str) -> Any:
         head: Any, tokens: Any, rows: Any, stream: Any, picked: Any, scratch: Any, scratch_bytes: Any, threads: Any,
         config: Any, logits: Any
     ) -> None:  # fmt: skip
-        _pick_lanes(stream, head[4], rows, picked, 0, 1)
+        _take_lanes(at.F32, stream, head[4], 1, TOKENS, rows, picked, 0, 1)
         count = threads if sources else 0
         for thread in prange(count):
             _head_share(thread, head, tokens, picked, scratch, scratch_bytes, threads, config, logits)
@@ -277,9 +272,9 @@ def _run_share(
     met = refused = 0
     tokens = ids.shape[0]
     groups, mine = -(-tokens // TOKENS), attend_scratch + thread * attend_bytes
-    _take_rows(at.BF16, embeddings, head[4], ids, x, thread, threads)
-    _take_rows(turn_mode, all_cos, half, positions, cos, thread, threads)
-    _take_rows(turn_mode, all_sin, half, positions, sin, thread, threads)
+    _take_lanes(at.BF16, embeddings, head[4], head[4], 1, ids, x, thread, threads)
+    _take_lanes(turn_mode, all_cos, half, half, 1, positions, cos, thread, threads)
+    _take_lanes(turn_mode, all_sin, half, half, 1, positions, sin, thread, threads)
     met = meet(meeting, met, threads)
     for layer in range(weights.shape[0]):
         f, view = weights[layer], views[layer]
@@ -312,7 +307,7 @@ def _run_share(
         met = meet(meeting, met, threads)
         _count(cycles, thread, 5, began)
     began = read_cycles()
-    _pick_lanes(x, head[4], rows, picked, thread, threads)
+    _take_lanes(at.F32, x, head[4], 1, TOKENS, rows, picked, thread, threads)
     met = meet(meeting, met, threads)
     _head_share(thread, head, rows.shape[0], picked, scratch, scratch_bytes, threads, weights[0, CONFIG], logits)
     _count(cycles, thread, 6, began)
